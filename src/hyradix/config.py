@@ -1,0 +1,256 @@
+"""Settings: what a user may choose (``Settings``), and what follows from it (``EngineConfig``).
+
+Owns: every option's name, default and range, and the arithmetic that divides memory.
+Does not know: how models are loaded or memory is allocated; it is told facts and computes.
+Invariants: both objects are frozen; ``resolve`` runs once; "auto" and None are gone after it;
+computed bytes equal allocated bytes (a test of the runner's pools asserts it).
+Read next: ``request.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from hyradix.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What resolving needs to know of a model; derived from its config.json alone."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_position: int
+    """Longest context the checkpoint was made for."""
+    kv_bytes_per_slot: int
+    """K and V of one token, all attention layers, in the KV dtype."""
+    state_bytes_per_slot: int
+    """Recurrent state and conv window of one sequence, all recurrent layers."""
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What resolving needs to know of a device."""
+
+    kind: str
+    """"cpu" or "cuda"."""
+    free_bytes: int
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a user may set; every name is also a ``hyradix serve`` option."""
+
+    model: str = "demo"
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    """auto (the checkpoint's; float32 on the CPU), float32 or bfloat16."""
+    device: str = "auto"
+    num_threads: int | None = None
+    max_requests: int | None = None
+    """Requests that run at the same time (rows of the request table)."""
+    max_context: int | None = None
+    """Tokens of prompt and reply together."""
+    kv_slots: int | None = None
+    states: int | None = None
+    memory_bytes: int | None = None
+    """Bytes for both pools together; default: a part of what is free."""
+    tokens_per_state: int = 1024
+    max_prefill_tokens: int | None = None
+    """Prompt tokens computed in one step; 0 = unlimited."""
+    prefix_cache: bool = True
+    policy: str = "lru"
+    min_gain: int = 32
+    """A checkpoint that saves fewer tokens than this is kept only in a slot nobody needs."""
+    max_checkpoints: int = 16
+    """Checkpoints one request may place while prefilling."""
+    track_interval: int = 256
+    """Decode tokens between periodic saves of a running request's state; 0 = never."""
+    overlap: bool = False
+    force_preempt_every: int = 0
+    preempt_donate: str = "always"
+    max_queue: int = 1024
+    check_invariants: bool = False
+    warmup_prompts_file: str | None = None
+    seed: int | None = None
+
+    @classmethod
+    def from_options(cls, **options: object) -> Settings:
+        """Build from keyword options. Raises ``ConfigError`` for an unknown name."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(f"unknown option(s): {', '.join(unknown)}", param=unknown[0])
+        return cls(**options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything decided. See ``Settings`` for what each number means."""
+
+    model_name: str
+    dtype: str
+    device: str
+    num_threads: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_requests: int
+    max_context: int
+    num_kv_slots: int
+    num_states: int
+    kv_bytes_per_slot: int
+    state_bytes_per_slot: int
+    max_prefill_tokens: int
+    """0 = unlimited."""
+    prefix_cache: bool
+    policy: str
+    min_gain: int
+    max_checkpoints: int
+    track_interval: int
+    overlap: bool
+    force_preempt_every: int
+    preempt_donate: str
+    max_queue: int
+    check_invariants: bool
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """Bytes of the KV pool, its sink included."""
+        return (self.num_kv_slots + 1) * self.kv_bytes_per_slot
+
+    @property
+    def state_pool_bytes(self) -> int:
+        """Bytes of the state pool, its sink included."""
+        return (self.num_states + 1) * self.state_bytes_per_slot
+
+
+def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
+    """Decide everything that was left open. Raises ``ConfigError`` naming the setting at fault."""
+    _check(settings)
+    max_requests = settings.max_requests or (32 if device.kind == "cpu" else 256)
+    max_context = min(settings.max_context or min(model.max_position, 32_768), 1 << 24)
+    num_kv_slots, num_states = _divide(settings, model, device, max_requests, max_context)
+    if num_states < max_requests:
+        raise ConfigError(
+            f"--states {num_states} is less than --max-requests {max_requests}: every running "
+            "request needs one",
+            param="states",
+        )
+    chunk = settings.max_prefill_tokens
+    return EngineConfig(
+        model_name=settings.served_model_name or model.name,
+        dtype=_dtype(settings, device),
+        device=device.kind,
+        num_threads=settings.num_threads or device.num_threads,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_requests=max_requests,
+        max_context=max_context,
+        num_kv_slots=num_kv_slots,
+        num_states=num_states,
+        kv_bytes_per_slot=model.kv_bytes_per_slot,
+        state_bytes_per_slot=model.state_bytes_per_slot,
+        max_prefill_tokens=(2048 if device.kind == "cpu" else 8192) if chunk is None else chunk,
+        prefix_cache=settings.prefix_cache,
+        policy=settings.policy,
+        min_gain=settings.min_gain,
+        max_checkpoints=settings.max_checkpoints,
+        track_interval=settings.track_interval,
+        overlap=settings.overlap,
+        force_preempt_every=settings.force_preempt_every,
+        preempt_donate=settings.preempt_donate,
+        max_queue=settings.max_queue,
+        check_invariants=settings.check_invariants,
+    )
+
+
+def _dtype(settings: Settings, device: DeviceFacts) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if device.kind == "cpu" else "bfloat16"
+
+
+def _divide(
+    settings: Settings,
+    model: ModelFacts,
+    device: DeviceFacts,
+    max_requests: int,
+    max_context: int,
+) -> tuple[int, int]:
+    """Split the byte budget: working states first, then one checkpoint per tokens_per_state KV.
+
+    bytes = (num_kv + 1) * kv_bytes + (num_states + 1) * state_bytes, sinks included.
+    """
+    if settings.kv_slots is not None and settings.states is not None:
+        return settings.kv_slots, settings.states
+    budget = settings.memory_bytes
+    if budget is None:
+        budget = int(device.free_bytes * (0.25 if device.kind == "cpu" else 0.85))
+        if device.kind == "cpu":
+            budget = min(budget, 4096 * MIB)
+    kv_bytes, state_bytes = model.kv_bytes_per_slot, model.state_bytes_per_slot
+    rest = budget - kv_bytes - state_bytes * (1 + max_requests)
+    if settings.states is not None:
+        rest -= state_bytes * (settings.states - max_requests)
+        num_kv, num_states = rest // max(kv_bytes, 1), settings.states
+    elif settings.kv_slots is not None:
+        rest -= kv_bytes * settings.kv_slots
+        num_kv = settings.kv_slots
+        num_states = max_requests + max(rest // max(state_bytes, 1), 0)
+    else:
+        per_state = settings.tokens_per_state
+        groups = rest / (per_state * kv_bytes + state_bytes)
+        num_states = max_requests + max(math.floor(groups), 0)
+        rest -= (num_states - max_requests) * state_bytes
+        num_kv = rest // max(kv_bytes, 1)
+    if num_kv < 1:
+        raise ConfigError(
+            f"{budget / MIB:.0f} MiB do not hold {max_requests} working states of "
+            f"{state_bytes / MIB:.1f} MiB and any KV; lower --max-requests or raise --memory-bytes",
+            param="memory_bytes",
+        )
+    return int(num_kv), int(num_states)
+
+
+def _check(s: Settings) -> None:
+    positive = ("max_requests", "max_context", "kv_slots", "states", "num_threads", "memory_bytes")
+    for name in positive:
+        value = getattr(s, name)
+        if value is not None and value < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be positive, got {value}", param=name
+            )
+    for name in (
+        "max_prefill_tokens",
+        "min_gain",
+        "max_checkpoints",
+        "track_interval",
+        "force_preempt_every",
+    ):
+        value = getattr(s, name)
+        if value is not None and value < 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must not be negative, got {value}", param=name
+            )
+    choices = {
+        "dtype": ("auto", "float32", "bfloat16"),
+        "policy": ("lru",),
+        "preempt_donate": ("always", "never"),
+        "device": ("auto", "cpu", "cuda"),
+    }
+    for name, allowed in choices.items():
+        if getattr(s, name) not in allowed:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be one of {', '.join(allowed)}, "
+                f"got {getattr(s, name)!r}",
+                param=name,
+            )
+    if s.tokens_per_state < 1 or s.max_queue < 1:
+        raise ConfigError("--tokens-per-state and --max-queue must be positive")
