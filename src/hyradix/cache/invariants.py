@@ -106,7 +106,7 @@ def check_kv_pool(cache: PrefixCache) -> None:
     assert owners[0] == 0, "the sink has an owner"
     assert owners.max(initial=0) <= 1, "a KV slot has two owners"
     owned = np.flatnonzero(owners)
-    assert not cache.kv.is_free(owned), "an owned KV slot is free"
+    assert not cache.kv.is_free(owned.astype(np.int32)), "an owned KV slot is free"
     assert len(owned) + cache.kv.num_free == cache.kv.num_total, "free + owned = total (KV)"
     assert cache.num_reserved == sum(h.reserved for h in cache.holdings.values())
     obtainable = cache.kv.num_free + cache.tree.num_evictable_tokens
