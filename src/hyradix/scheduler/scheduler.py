@@ -47,8 +47,13 @@ DECODE_SLOTS = 16
 class TokenSink(Protocol):
     """The text side of a request, asked about every committed token."""
 
-    def feed(self, state: RequestState, token_ids: list[int], *, is_final: bool) -> int | None:
-        """How many of ``token_ids`` are kept if a stop string completes inside them, else None."""
+    def feed(
+        self, state: RequestState, token_ids: list[int], reason: FinishReason | None
+    ) -> int | None:
+        """How many of ``token_ids`` are kept if a stop string completes inside them, else None.
+
+        ``reason``: why the last of them ends the request, if it does.
+        """
         ...
 
 
@@ -340,7 +345,7 @@ class Scheduler:
     def _accept(self, state: RequestState, sampled: list[int]) -> list[int]:
         """Append sampled tokens up to the first that ends the request; returns those kept."""
         kept, reason, stop_reason = self._cut(state, sampled)
-        cut = self._sink.feed(state, kept, is_final=reason is not None)
+        cut = self._sink.feed(state, kept, reason)
         if cut is not None:
             kept, reason, stop_reason = kept[:cut], FinishReason.STOP, None
         state.tokens.append(kept)
