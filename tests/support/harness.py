@@ -16,7 +16,7 @@ from hyradix.config import DeviceFacts, EngineConfig, ModelFacts, Settings, reso
 from hyradix.request import Boundary, FinishReason, Namespace, Request, SamplingParams
 from hyradix.scheduler.request_state import RequestState
 from hyradix.scheduler.scheduler import Progress, Scheduler
-from tests.support.fake_runner import POISON, FakeRunner, reference_output
+from tests.support.fake_runner import FakeRunner, reference_output
 
 VOCAB = 50_000
 
@@ -65,6 +65,7 @@ class Harness:
 
     config: EngineConfig
     is_checking: bool = True
+    max_in_flight: int = 1
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(self.config)
@@ -113,17 +114,26 @@ class Harness:
         return self.records[request_id]
 
     def step(self) -> bool:
-        """One step; False when there was nothing to do."""
+        """One turn of the engine's loop; False when there was nothing to do.
+
+        With overlap, up to ``max_in_flight`` steps run while the next one is built.
+        """
         batch = self.scheduler.schedule()
         self._check()
-        if batch is None:
-            return False
-        self.runner.submit(batch)
+        if batch is not None:
+            self.runner.submit(batch)
+        room = self.max_in_flight if self.config.overlap and batch is not None else 0
+        was_busy = batch is not None or self.scheduler.num_in_flight > 0
+        while self.scheduler.num_in_flight > room:
+            self.commit()
+        return was_busy
+
+    def commit(self) -> None:
+        """Commit the oldest step in flight."""
         for news in self.scheduler.commit(self.runner.collect()):
             self._note(news)
         self._check()
         self._poison()
-        return True
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Step until idle (or ``until``)."""
@@ -170,6 +180,5 @@ class Harness:
 
     def _poison(self) -> None:
         free = np.flatnonzero(self.cache.kv._is_free)
-        self.runner.kv[free] = POISON
-        for slot in np.flatnonzero(self.cache.states.phase == 0):
-            self.runner.states[slot] = None
+        states = np.flatnonzero(self.cache.states.phase[1:] == 0) + 1
+        self.runner.poison(free, states.tolist())
