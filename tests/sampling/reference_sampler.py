@@ -26,7 +26,8 @@ def reference_token(
         return None
     if params.is_greedy:
         return values.index(max(values))
-    weights = [math.exp((x - max(values)) / params.temperature) for x in values]
+    best = max(values)
+    weights = [math.exp((x - best) / params.temperature) for x in values]
     kept = _kept(values, weights, params)
     u = float(uniforms(np.array([seed]), np.array([len(prompt) + len(output)]))[0])
     target = u * math.fsum(weights[i] for i in kept)

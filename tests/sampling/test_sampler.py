@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reference_sampler import reference_token
 
 from hyradix.request import SamplingParams
+from hyradix.sampling import picking
 from hyradix.sampling.sampler import Sampler, SampleResult
 
 V = 24
@@ -73,6 +74,14 @@ tokens_strategy = st.lists(st.integers(0, V - 1), max_size=12)
 )
 @settings(max_examples=200, deadline=None)
 def test_equals_the_reference(rows) -> None:
+    compare_with_reference(rows)
+    # A narrow first look, so that rows are decided in it, or not, as with large vocabularies.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picking, "_WIDTH", 5)
+        compare_with_reference(rows)
+
+
+def compare_with_reference(rows) -> None:
     sampler = Sampler(8, V, EOS)
     numbers = [7 - i for i in range(len(rows))]
     for number, (_, params, seed, prompt, output) in zip(numbers, rows, strict=True):
