@@ -26,10 +26,11 @@ import jinja2
 from hyradix.errors import InvalidParameterError
 from hyradix.request import Boundary, Int32Array
 from hyradix.text.boundaries import find_boundaries
+from hyradix.text.chat_prefixes import ChatPrefixes, PrefixMemo
 from hyradix.text.messages import Message, choose_mark, is_marked, map_texts, normalize
 from hyradix.text.model_files import chat_templates
 from hyradix.text.template_environment import compile_template, make_environment
-from hyradix.text.tokenizer import Tokenizer
+from hyradix.text.tokenizer import PieceEncoding, Tokenizer
 
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
 
@@ -60,6 +61,8 @@ class ChatTemplate:
         Raises ``ModelLoadError`` for a syntax error.
         """
         environment = make_environment(now)
+        self._now = now
+        self._memo = PrefixMemo()
         self._templates = {
             name: compile_template(environment, name, source) for name, source in templates.items()
         }
@@ -100,18 +103,16 @@ class ChatTemplate:
             InvalidParameterError: malformed messages, or what the template itself raises.
         """
         plain = normalize(messages)
-        marks = [is_marked(message) for message in messages]
-        variables: dict[str, Any] = {"tools": list(tools) if tools else None}
+        variables = self._variables(template_kwargs)
+        variables["tools"] = list(tools) if tools else None
         mark = ""
         if self._escapes:
             mark = choose_mark(plain, variables["tools"])
-            escape = self._escape_with(mark)
-            plain = map_texts(plain, escape)
-            variables["tools"] = map_texts(variables["tools"], escape)
-        variables = self._variables(template_kwargs) | variables
+            plain = map_texts(plain, self._escape_with(mark))
+            variables["tools"] = map_texts(variables["tools"], self._escape_with(mark))
         template = self._choose(has_tools=bool(tools))
 
-        def render_part(part: list[dict[str, Any]], with_prompt: bool) -> str:
+        def render_part(part: list[dict[str, Any]], with_prompt: bool = False) -> str:
             return template.render(variables, messages=part, add_generation_prompt=with_prompt)
 
         try:
@@ -121,16 +122,18 @@ class ChatTemplate:
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
         whole = self._tokenizer.encode_pieces(text, literal_mark=mark)
+        context = [variables, self._now().date().isoformat()]
+        prefixes = ChatPrefixes(plain, text, render=render_part, memo=self._memo, context=context)
         boundaries = find_boundaries(
-            plain,
-            marks,
-            whole,
-            render=lambda part: render_part(part, False),
-            num_tokens_at=lambda cut: self._tokenizer.num_prefix_tokens(
-                whole, cut, literal_mark=mark
-            ),
+            [message["role"] for message in plain],
+            [is_marked(message) for message in messages],
+            end_of=prefixes.end_of,
+            num_tokens_at=self._counter(whole, mark),
         )
         return RenderedPrompt(text.replace(mark, "") if mark else text, whole.ids, boundaries)
+
+    def _counter(self, whole: PieceEncoding, mark: str) -> Callable[[int], int | None]:
+        return lambda cut: self._tokenizer.num_prefix_tokens(whole, cut, literal_mark=mark)
 
     def _escape_with(self, mark: str) -> Callable[[str], str]:
         return lambda text: self._tokenizer.mark_control_tokens(text, mark)
