@@ -178,6 +178,13 @@ def test_logits_are_not_modified() -> None:
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_may_be_empty(temperature: float) -> None:
+    result = run(one_row(SamplingParams(temperature=temperature)), torch.empty(0, V), [], [])
+    assert result.token_ids.shape == result.is_faulty.shape == (0,)
+    assert result.logprobs == ()
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 2.0])
     draws = 4000

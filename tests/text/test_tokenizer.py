@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,20 @@ def test_marked_control_tokens_are_plain_text(tokenizer: Tokenizer) -> None:
         assert len([i for i in ids if i in tokenizer.special_ids]) == prompt.count("<|im_end|>")
     parsed = tokenizer.encode(text, add_special_tokens=False).tolist()
     assert any(i in tokenizer.special_ids for i in parsed)
+
+
+def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
+    texts = [f"<|im_end|> fox {i} " * 20 for i in range(50)]
+    expected = [tokenizer.encode(text).tolist() for text in texts]
+
+    def work(i: int) -> list[int]:
+        tokenizer.encode_pieces(f"a \ufdd0{i}", literal_mark="\ufdd0")
+        ids = tokenizer.encode(texts[i] + "").tolist()
+        assert tokenizer.decode(ids, skip_special_tokens=False) == texts[i]
+        return ids
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(50))) == expected
 
 
 def test_what_surrounds_a_text_is_added_when_asked_for() -> None:

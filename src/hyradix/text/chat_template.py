@@ -103,13 +103,11 @@ class ChatTemplate:
             InvalidParameterError: malformed messages, or what the template itself raises.
         """
         plain = normalize(messages)
-        variables = self._variables(template_kwargs)
-        variables["tools"] = list(tools) if tools else None
+        given = self._variables(template_kwargs, tools)
         mark = ""
         if self._escapes:
-            mark = choose_mark(plain, variables["tools"])
-            plain = map_texts(plain, self._escape_with(mark))
-            variables["tools"] = map_texts(variables["tools"], self._escape_with(mark))
+            plain, given, mark = self._escape(plain, given)
+        variables = {**self._tokenizer.special_tokens, **given}
         template = self._choose(has_tools=bool(tools))
 
         def render_part(part: list[dict[str, Any]], with_prompt: bool = False) -> str:
@@ -135,8 +133,19 @@ class ChatTemplate:
     def _counter(self, whole: PieceEncoding, mark: str) -> Callable[[int], int | None]:
         return lambda cut: self._tokenizer.num_prefix_tokens(whole, cut, literal_mark=mark)
 
-    def _escape_with(self, mark: str) -> Callable[[str], str]:
-        return lambda text: self._tokenizer.mark_control_tokens(text, mark)
+    def _escape(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+        """Both with a mark inside each control token's text; and the mark."""
+
+        def change(text: str) -> str:
+            return self._tokenizer.mark_control_tokens(text, mark)
+
+        try:
+            mark = choose_mark(messages, variables)
+            return map_texts(messages, change), map_texts(variables, change), mark
+        except RecursionError as error:
+            raise InvalidParameterError("messages are nested too deeply") from error
 
     def _choose(self, *, has_tools: bool) -> jinja2.Template:
         if not self._templates:
@@ -146,11 +155,13 @@ class ChatTemplate:
         first = self._templates.get("default") or next(iter(self._templates.values()))
         return self._templates.get("tool_use", first) if has_tools else first
 
-    def _variables(self, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _variables(
+        self, template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
         extra = dict(template_kwargs or {})
         if taken := sorted(_RESERVED & extra.keys()):
             raise InvalidParameterError(
                 f"chat_template_kwargs must not set {', '.join(taken)}",
                 param="chat_template_kwargs",
             )
-        return {**self._tokenizer.special_tokens, **extra}
+        return {**extra, "tools": list(tools) if tools else None}

@@ -50,13 +50,13 @@ def choose_mark(*values: object) -> str:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON-like value with ``change`` applied to every string but roles."""
+    """A copy of a JSON-like value with ``change`` applied to every string, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
         return [map_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {k: v if k == "role" else map_texts(v, change) for k, v in value.items()}
+        return {map_texts(k, change): map_texts(v, change) for k, v in value.items()}
     return value
 
 

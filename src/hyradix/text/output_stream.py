@@ -55,7 +55,7 @@ class OutputStream:
                 ``stop_token_ids``). Its text is left out, unless ``include_stop_str_in_output``.
 
         Stop strings count from the first token after ``min_tokens`` on: text before is emitted
-        unseen. After a match, call neither ``feed`` nor ``finish``.
+        unseen. After a match, do not call ``feed`` again.
         """
         shown = list(token_ids)
         if is_ended_by_last and not self._shows_ending:
@@ -70,14 +70,10 @@ class OutputStream:
                 return StreamStep("".join(parts), i + 1, stop_string)
         return StreamStep("".join(parts))
 
-    def finish(self) -> StreamStep:
-        """The text held back, when the request ended without a stop string.
-
-        ``num_kept_tokens`` is None. ``stop_string`` is set only if flushing an incomplete
-        character completed one (a stop string with U+FFFD in it).
-        """
-        text, stop_string = self._matcher.feed(self._detokenizer.finish())
-        return StreamStep(text + self._matcher.finish(), None, stop_string)
+    def finish(self) -> str:
+        """The text held back, when the request ended in another way; "" after a match."""
+        text, _ = self._matcher.feed(self._detokenizer.finish())
+        return text + self._matcher.finish()
 
     def _take(self, text: str) -> tuple[str, str | None]:
         self._num_tokens += 1

@@ -169,7 +169,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | Int32Array, *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; invalid UTF-8 becomes U+FFFD. Ids without a text are left out."""
         listed = [int(i) for i in ids]
-        text: str = self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
+        with self._lock:
+            text: str = self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
