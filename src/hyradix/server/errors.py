@@ -1,0 +1,99 @@
+"""Errors on the wire: OpenAI's error object, from whatever went wrong.
+
+Owns: the shape of error bodies and the handlers that make them. Does not know: who raised.
+Invariant: every response with a status of 400 or more carries this shape.
+Read next: ``app.py``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hyradix.engine.messages import RequestOutput
+from hyradix.errors import HyradixError, RequestError, RequestFailedError
+
+JSON = "application/json"
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What OpenAI's clients read."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """The whole body of an error response, and the data of an error event in a stream."""
+
+    error: ErrorDetail
+
+
+class UpstreamError(HyradixError):
+    """An error that the engine reported for one request, with the status it asked for."""
+
+    def __init__(self, message: str, *, param: str | None, status: int, code: str) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+        self.code = code
+        self.type = "rate_limit_error" if status == 429 else HyradixError.type
+        if 400 <= status < 500 and status != 429:
+            self.type = RequestError.type
+
+
+def error_of_output(output: RequestOutput) -> HyradixError:
+    """The exception that a finished output with ``error`` set stands for."""
+    return UpstreamError(
+        output.error or "the request failed",
+        param=output.error_param,
+        status=output.error_status,
+        code=output.error_code or RequestFailedError.code,
+    )
+
+
+def encode_error(error: HyradixError) -> bytes:
+    """The error as JSON."""
+    detail = ErrorDetail(
+        message=error.message, type=error.type, param=error.param, code=error.code
+    )
+    return msgspec.json.encode(ErrorBody(error=detail))
+
+
+def error_response(error: HyradixError) -> Response:
+    """The error as a response with its status."""
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return Response(encode_error(error), error.status, headers, JSON)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every exception of ``app`` an OpenAI-shaped response."""
+
+    async def on_hyradix_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HyradixError)
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {
+            404: f"there is no {request.url.path}",
+            405: f"{request.method} is not allowed for {request.url.path}",
+        }.get(error.status_code, str(error.detail))
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        response = error_response(
+            UpstreamError(message, param=None, status=error.status_code, code=code)
+        )
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_bug(_request: Request, _error: Exception) -> Response:
+        # Starlette raises it again after this response, so that the log has the traceback.
+        return error_response(HyradixError("internal error; the server's log says more"))
+
+    app.add_exception_handler(HyradixError, on_hyradix_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_bug)
