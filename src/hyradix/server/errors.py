@@ -58,9 +58,7 @@ def error_of_output(output: RequestOutput) -> HyradixError:
 
 def encode_error(error: HyradixError) -> bytes:
     """The error as JSON."""
-    detail = ErrorDetail(
-        message=error.message, type=error.type, param=error.param, code=error.code
-    )
+    detail = ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)
     return msgspec.json.encode(ErrorBody(error=detail))
 
 
