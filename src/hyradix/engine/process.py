@@ -47,7 +47,7 @@ from hyradix.request import FinishReason, Request
 
 IDLE_POLL_MS = 500
 """How long an idle engine sleeps on its socket before it looks at its flags."""
-DRAIN_S = 2.0
+DRAIN_S = 1.5
 """How long a stopping engine goes on stepping to deliver the ends of what it aborted."""
 LINGER_MS = 1000
 LENGTH_BYTES = 4

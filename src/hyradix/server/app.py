@@ -6,7 +6,6 @@ Read next: ``completions.py``, ``chat.py``, ``launch.py``.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -36,21 +35,19 @@ from hyradix.server.streaming import respond
 T = TypeVar("T")
 
 
-def draw_seed() -> int:
-    """A random seed for a request that brings none."""
-    return secrets.randbits(63)
-
-
 def create_app(
     client: Client,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     config: ServerConfig,
     *,
-    draw_seed: Callable[[], int] = draw_seed,
+    draw_seed: Callable[[], int],
     wall_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The application that serves ``client``'s model."""
+    """The application that serves ``client``'s model.
+
+    ``draw_seed`` is called for each request that brings no seed.
+    """
     metrics = ServerMetrics()
     frontend = Frontend(client, tokenizer, template, config, metrics, draw_seed=draw_seed)
     app = FastAPI(title="Hyradix", openapi_url=None, redirect_slashes=False)
@@ -139,7 +136,7 @@ def _add_text(app: FastAPI, frontend: Frontend) -> None:
         body = await _read(request, frontend, DetokenizeRequest)
         frontend.check_model(body.model)
         ids = frontend.checked_ids(body.tokens, "tokens")
-        return _json(Detokenized(prompt=frontend.tokenizer.decode(ids, False)))
+        return _json(Detokenized(prompt=frontend.tokenizer.decode(ids, skip_special_tokens=False)))
 
 
 async def _tokenize(frontend: Frontend, body: TokenizeRequest) -> list[int]:

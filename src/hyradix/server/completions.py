@@ -11,7 +11,7 @@ from typing import cast
 
 from msgspec import UNSET
 
-from hyradix.engine.messages import RequestOutput
+from hyradix.engine.messages import RequestOutput, TokenLogprob
 from hyradix.errors import InvalidParameterError
 from hyradix.request import SamplingParams
 from hyradix.server.frontend import Frontend, Prompt
@@ -159,11 +159,13 @@ class CompletionWriter:
         offset = self._offsets.setdefault(index, 0)
         if self._request.logprobs is None:
             return None
-        entries = [*(output.logprobs or ())]
+        entries: list[TokenLogprob | None] = [*(output.logprobs or ())]
         first_text = ""
         if self._request.echo and output.prompt_logprobs is not None:
-            entries = [*output.prompt_logprobs, *entries]  # type: ignore[list-item]
-            first_text = self._frontend.tokenizer.decode(prompt.token_ids[:1], False)
+            entries = [*output.prompt_logprobs, *entries]
+            first_text = self._frontend.tokenizer.decode(
+                prompt.token_ids[:1], skip_special_tokens=False
+            )
         logprobs = completion_logprobs(entries, offset=offset, first_text=first_text)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         return logprobs
@@ -171,4 +173,4 @@ class CompletionWriter:
     def _text_of(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._frontend.tokenizer.decode(prompt.token_ids, False)
+        return self._frontend.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)

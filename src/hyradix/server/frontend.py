@@ -13,14 +13,15 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from hyradix.engine.messages import EngineInfo, EngineStats, RequestOutput
+from hyradix.engine.messages import EngineInfo, EngineStats
 from hyradix.errors import (
     ContextLengthError,
     HyradixError,
@@ -28,7 +29,7 @@ from hyradix.errors import (
     ModelNotFoundError,
 )
 from hyradix.request import Boundary, Int32Array, Namespace, Request, SamplingParams
-from hyradix.server.generation import Generation
+from hyradix.server.generation import Generation, Outputs
 from hyradix.server.metrics import ServerMetrics
 
 T = TypeVar("T")
@@ -44,8 +45,10 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-    def encode(self, text: str, add_special_tokens: bool = False) -> Int32Array: ...
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array: ...
+    def decode(
+        self, ids: Sequence[int] | Int32Array, *, skip_special_tokens: bool = True
+    ) -> str: ...
 
 
 class Rendered(Protocol):
@@ -70,12 +73,6 @@ class ChatTemplate(Protocol):
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered: ...
-
-
-class Outputs(AsyncIterator[RequestOutput], Protocol):
-    """``engine.streams.OutputStream`` as the server uses it."""
-
-    def close(self) -> None: ...
 
 
 class Client(Protocol):
@@ -162,7 +159,9 @@ class Frontend:
         return token_ids
 
     async def _encode(self, text: str, add_special_tokens: bool) -> Int32Array:
-        return await _off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await _off_loop(
+            len(text), partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        )
 
     def prompt_of_ids(self, ids: Sequence[int]) -> Prompt:
         """Check token ids against the vocabulary. Raises ``InvalidParameterError``."""
@@ -203,7 +202,8 @@ class Frontend:
         size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
         rendered = await _off_loop(
             size,
-            lambda: self.template.render(
+            partial(
+                self.template.render,
                 messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -251,7 +251,7 @@ class Frontend:
         reply_id = f"{id_prefix}-{uuid.uuid4().hex}"
         single = msgspec.structs.replace(sampling, n=1)
         namespace = Namespace(salt=salt or "")
-        requests = []
+        requests: list[Request] = []
         for prompt in prompts:
             data = prompt.token_ids.astype("<i4").tobytes()
             seed = self._draw_seed() if sampling.seed is None else sampling.seed
@@ -278,7 +278,7 @@ class Frontend:
 
 
 def child_seed(seed: int, child: int) -> int:
-    """The seed of choice ``child``: the first keeps the request's, the others are hashed from it."""
+    """The seed of choice ``child``: the first keeps the request's, the others hash it."""
     if child == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{child}".encode(), digest_size=8).digest()

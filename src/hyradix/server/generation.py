@@ -22,9 +22,11 @@ from hyradix.server.metrics import ServerMetrics
 from hyradix.server.replies import PromptTokensDetails, Usage
 
 
-class ClosableOutputs(AsyncIterator[RequestOutput], Protocol):
-    """A stream of outputs that can be given up."""
+class Outputs(Protocol):
+    """``engine.streams.OutputStream`` as the server uses it."""
 
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    async def __anext__(self) -> RequestOutput: ...
     def close(self) -> None: ...
 
 
@@ -35,7 +37,7 @@ class Generation:
         self,
         reply_id: str,
         request_ids: Sequence[str],
-        outputs: ClosableOutputs,
+        outputs: Outputs,
         prompt_lengths: Sequence[int],
         metrics: ServerMetrics,
         *,
@@ -62,7 +64,7 @@ class Generation:
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
         """The next output. Raises ``HyradixError`` when a choice failed (all are over then)."""
-        output = await anext(self._outputs)
+        output = await self._outputs.__anext__()
         index = self._index[output.request_id]
         if output.error is not None or output.finish_reason is FinishReason.ERROR:
             self.close()
