@@ -55,7 +55,7 @@ class FakeTemplate:
         lines += [f"{key}={value}\n" for key, value in (template_kwargs or {}).items()]
         for message in messages:
             if not isinstance(message.get("content"), str):
-                raise InvalidParameterError("content must be a string", param="messages")
+                raise InvalidParameterError("messages: content must be a string", param="messages")
             lines.append(f"{message['role']}: {message['content']}\n")
         text = "".join(lines)
         last = Boundary(len(self._tokenizer.encode(text)), BoundaryKind.LAST)

@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from hyradix.engine.messages import RequestOutput, TokenLogprob
 from hyradix.errors import InvalidParameterError
-from hyradix.request import SamplingParams
+from hyradix.request import Int32Array, SamplingParams
 from hyradix.server.frontend import Frontend, Prompt
 from hyradix.server.generation import Generation
 from hyradix.server.logprobs import completion_logprobs, prompt_logprobs
@@ -173,4 +173,7 @@ class CompletionWriter:
     def _text_of(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._frontend.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return self._decode(prompt.token_ids)
+
+    def _decode(self, token_ids: Int32Array) -> str:
+        return self._frontend.tokenizer.decode(token_ids, skip_special_tokens=False)

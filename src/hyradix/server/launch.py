@@ -61,8 +61,8 @@ def run_server(
     options: ServeOptions, load_text: TextLoader, *, factory: str = DEFAULT_FACTORY
 ) -> int:
     """Serve until told to stop; returns the exit code. Errors are one line on stderr."""
-    configure_logging(options.log_level)
     try:
+        configure_logging(options.log_level)
         with bind(options.host, options.port) as listener:
             return asyncio.run(Supervisor(options, load_text, factory).run(listener))
     except (ConfigError, ModelLoadError) as error:

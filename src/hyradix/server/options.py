@@ -64,7 +64,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     parameters += [_parameter(field) for field in dataclasses.fields(Settings)]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    del wrapper.__wrapped__  # type: ignore[attr-defined]
+    del wrapper.__wrapped__
     return wrapper
 
 
