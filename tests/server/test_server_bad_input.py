@@ -196,6 +196,12 @@ def test_too_many_choices(api: Api) -> None:
     check(api.post(COMPLETIONS, {"prompt": ["a"] * 200, "n": 100}), 400, param="n")
 
 
+def test_huge_numbers_are_cut_to_what_there_is(api: Api) -> None:
+    api.complete("a", top_k=2**70, max_tokens=2**70, min_tokens=2**69)
+    sampling = api.engine.requests[0].sampling
+    assert (sampling.top_k, sampling.max_tokens, sampling.min_tokens) == (VOCAB_SIZE, 8192, 8192)
+
+
 def test_bug_is_500_with_the_same_shape(api: Api) -> None:
     assert check(api.post(COMPLETIONS, {"prompt": "BUG"}), 500)["code"] == "internal_error"
 

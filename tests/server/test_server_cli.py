@@ -97,7 +97,7 @@ def test_offline_commands_use_the_llm(monkeypatch: pytest.MonkeyPatch) -> None:
         def stream(self, prompt: str, sampling: Any) -> Any:
             return iter(())
 
-    monkeypatch.setattr(hyradix, "LLM", FakeLLM, raising=False)
+    monkeypatch.setitem(vars(hyradix), "LLM", FakeLLM)
     assert invoke("generate", "hello", "--model", "m", "--states", "3").exit_code == 0
     model, options = made[0]
     assert model == "m"

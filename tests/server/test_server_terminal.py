@@ -51,7 +51,16 @@ class FakeLLM:
 def talk(backend: Any, text: str, **options: Any) -> str:
     out = io.StringIO()
     options = {"system": None, "is_verbose": False} | options
-    chat_loop(backend, lines=io.StringIO(text), out=out, **options)
+    lines = iter(text.splitlines())
+
+    def read_line(prompt: str) -> str:
+        out.write(prompt)
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    chat_loop(backend, read_line=read_line, out=out, **options)
     return out.getvalue()
 
 
@@ -138,7 +147,7 @@ def test_errors_of_a_server(close_later: list[HttpBackend]) -> None:
 
 def test_server_that_is_not_there(close_later: list[HttpBackend]) -> None:
     close_later.append(HttpBackend("http://127.0.0.1:9", SAMPLING))
-    with pytest.raises(EngineDeadError, match="127.0.0.1:9"):
+    with pytest.raises(EngineDeadError, match=r"127\.0\.0\.1:9"):
         list(close_later[-1].reply([{"role": "user", "content": "a"}]))
 
 

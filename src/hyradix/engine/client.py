@@ -36,6 +36,7 @@ from hyradix.engine.messages import (
     Outputs,
     Progress,
     Ready,
+    RequestOutput,
     Shutdown,
     Stats,
     Submit,
@@ -102,7 +103,7 @@ class EngineClient:
             socket.linger = 0
         self._push.bind(f"ipc://{self._directory}/to-engine")
         self._pull.bind(f"ipc://{self._directory}/from-engine")
-        self._receiver = asyncio.create_task(self._receive(), name="hyradix-receive")
+        self._receiver = asyncio.create_task(self._receive_all(), name="hyradix-receive")
         self._process = self._spawn()
         self._watcher = threading.Thread(
             target=self._watch, args=(self._process,), name="hyradix-engine-watch", daemon=True
@@ -183,11 +184,13 @@ class EngineClient:
         Raises ``EngineDeadError``. Refusals are outputs with ``error`` set.
         """
         self._require_alive()
+        # All are encoded before any is sent: one that cannot be leaves nothing behind.
+        messages = [self._encoder.encode(Submit(request=request)) for request in requests]
         stream = OutputStream([r.request_id for r in requests], on_close=self.abort)
-        for request in requests:
+        for request, message in zip(requests, messages, strict=True):
             assert request.request_id not in self._streams, "request ids are unique"
             self._streams[request.request_id] = stream
-            self._send(Submit(request=request))
+            self._send_encoded(message)
         return stream
 
     def abort(self, request_ids: list[str]) -> None:
@@ -246,33 +249,48 @@ class EngineClient:
     # ---- wire ------------------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
+        self._send_encoded(self._encoder.encode(message))
+
+    def _send_encoded(self, message: bytes) -> None:
         try:
-            self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._push.send(message, zmq.NOBLOCK)
         except zmq.Again:
             raise EngineDeadError("the engine process does not answer") from None
 
-    async def _receive(self) -> None:
-        while True:
-            message = self._decoder.decode(await self._pull.recv())
-            match message:
-                case Outputs(outputs=outputs):
-                    for output in outputs:
-                        stream = self._streams.get(output.request_id)
-                        if stream is None:
-                            continue
-                        if output.is_finished:
-                            del self._streams[output.request_id]
-                        stream.push(output)
-                case Stats(call_id=call_id, stats=stats):
-                    _resolve(self._stats_calls.get(call_id), stats)
-                case Progress(stage=stage, done=done, total=total):
-                    if self._on_progress is not None:
-                        self._on_progress(stage, done, total)
-                case Ready(info=info):
-                    self._info = info
-                    _resolve(self._ready, info)
-                case Failed(message=text, code=code):
-                    self._die(_START_ERRORS.get(code, EngineDeadError)(text))
+    async def _receive_all(self) -> None:
+        try:
+            while True:
+                self._receive(self._decoder.decode(await self._pull.recv()))
+        except Exception as error:
+            # A bug of ours; without this every stream would wait for ever.
+            self._log.exception("receiving from the engine failed")
+            self._die(EngineDeadError(f"receiving from the engine failed: {error}"))
+            self._process.kill()
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs=outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case Stats(call_id=call_id, stats=stats):
+                _resolve(self._stats_calls.get(call_id), stats)
+            case Progress(stage=stage, done=done, total=total):
+                if self._on_progress is not None:
+                    self._on_progress(stage, done, total)
+            case Ready(info=info):
+                self._info = info
+                _resolve(self._ready, info)
+            case Failed(message=text, code=code):
+                self._die(_START_ERRORS.get(code, EngineDeadError)(text))
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """Pass an output on; those of requests that were given up are dropped."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.is_finished:
+            del self._streams[output.request_id]
+        stream.push(output)
 
     # ---- death -----------------------------------------------------------------------------------
 

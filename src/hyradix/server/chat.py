@@ -41,6 +41,7 @@ async def start_chat(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
         vocab_size=frontend.info.vocab_size,
+        max_context=frontend.info.max_context,
     )
     prompt = await frontend.render(
         request.messages,

@@ -8,6 +8,7 @@ Read next: ``options.py``, ``launch.py``, ``terminal.py``.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,9 @@ from hyradix.server.launch import EXIT_KILLED, EXIT_USAGE, ServeOptions, run_ser
 from hyradix.server.options import with_settings
 from hyradix.server.terminal import HttpBackend, OfflineBackend, chat_loop, print_stream
 from hyradix.server.text import load_text
+
+with contextlib.suppress(ImportError):  # not in every Python
+    import readline  # noqa: F401  (gives input() line editing and history)
 
 if TYPE_CHECKING:
     from hyradix.engine.llm import LLM
@@ -137,7 +141,7 @@ def chat(
         backend = HttpBackend(url, sampling, api_key=api_key)
     else:
         backend = OfflineBackend(offline_llm(settings), sampling)
-    chat_loop(backend, system=system, is_verbose=verbose, lines=sys.stdin, out=sys.stdout)
+    chat_loop(backend, system=system, is_verbose=verbose, read_line=input, out=sys.stdout)
 
 
 def offline_llm(settings: Settings) -> LLM:

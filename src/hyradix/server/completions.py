@@ -56,6 +56,7 @@ def _sampling(frontend: Frontend, request: CompletionRequest) -> SamplingParams:
         logprobs=request.logprobs,
         prompt_logprobs=of_prompt,
         vocab_size=frontend.info.vocab_size,
+        max_context=frontend.info.max_context,
     )
 
 

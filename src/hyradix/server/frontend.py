@@ -199,7 +199,7 @@ class Frontend:
         """
         if not messages:
             raise InvalidParameterError("messages must not be empty", param="messages")
-        size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
+        size = sum(_num_characters(message.get("content")) for message in messages)
         rendered = await _off_loop(
             size,
             partial(
@@ -283,6 +283,13 @@ def child_seed(seed: int, child: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{child}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _num_characters(content: Any) -> int:
+    """About how much text a message has; its form is not checked yet."""
+    if isinstance(content, list):
+        return sum(_num_characters(p.get("text")) for p in content if isinstance(p, dict))
+    return len(content) if isinstance(content, str) else 0
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:

@@ -38,6 +38,8 @@ FINISH_S = 3.0
 """How long running requests may go on after the first signal before they are cancelled."""
 CLOSE_S = 5
 """How long connections may stay open after it (clients that do not read)."""
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections: theirs to close, or a request meets a closed one."""
 MIB = 1 << 20
 
 TextLoader = Callable[[Path], tuple[Tokenizer, ChatTemplate]]
@@ -130,9 +132,9 @@ class Supervisor:
         """Serve on ``listener``. Raises what the engine's start-up failed with."""
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        await self._client.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        await self._client.start()
         try:
             if await self._load():
                 await self._serve(listener)
@@ -171,6 +173,7 @@ class Supervisor:
             lifespan="off",
             log_config=None,
             access_log=self._options.log_level == "debug",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
         )
         self._server = QuietServer(config, on_started=lambda: self._announce(listener))

@@ -57,13 +57,20 @@ class CountingMiddleware:
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The route, not the path: clients choose paths, and each label value is kept.
-                path = getattr(scope.get("route"), "path", "other")
-                status = str(message["status"])
-                self._metrics.http_requests.labels(scope["method"], path, status).inc()
+                self._count(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_and_count)
+        try:
+            await self._app(scope, receive, send_and_count)
+        except Exception:
+            # A bug: the response with status 500 is made further out.
+            self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        # The route, not the path: clients choose paths, and each label value is kept.
+        path = getattr(scope.get("route"), "path", "other")
+        self._metrics.http_requests.labels(scope["method"], path, str(status)).inc()
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

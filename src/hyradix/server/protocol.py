@@ -55,7 +55,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     """Prefixes are shared only between requests with the same salt."""
-    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # Known and harmless: accepted without effect.
     user: Any = None
@@ -82,6 +81,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -202,8 +202,13 @@ def sampling_of(
     logprobs: int | None,
     prompt_logprobs: int | None,
     vocab_size: int,
+    max_context: int,
 ) -> SamplingParams:
-    """The sampling parameters that were given, defaults for the rest; checked."""
+    """The sampling parameters that were given, defaults for the rest; checked.
+
+    Numbers beyond what the model has (``top_k``, ``max_tokens``) are cut to it, so that they fit
+    the integers of the wire and of the data plane.
+    """
     given = {name: getattr(request, name) for name in _SAMPLING_NAMES}
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -212,4 +217,9 @@ def sampling_of(
         **{name: value for name, value in given.items() if value is not None},
     )
     sampling.validate(vocab_size=vocab_size)
-    return sampling
+    return msgspec.structs.replace(
+        sampling,
+        top_k=min(sampling.top_k, vocab_size),
+        min_tokens=min(sampling.min_tokens, max_context),
+        max_tokens=None if max_tokens is None else min(max_tokens, max_context),
+    )

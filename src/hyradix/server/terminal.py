@@ -8,7 +8,7 @@ Read next: ``cli.py``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
@@ -181,11 +181,19 @@ def print_stream(texts: Generator[str, None, None], out: TextIO) -> str:
 
 
 def chat_loop(
-    backend: Backend, *, system: str | None, is_verbose: bool, lines: TextIO, out: TextIO
+    backend: Backend,
+    *,
+    system: str | None,
+    is_verbose: bool,
+    read_line: Callable[[str], str],
+    out: TextIO,
 ) -> None:
-    """Read lines and answer them until the input ends (Ctrl-D)."""
+    """Read lines and answer them until the input ends (Ctrl-D).
+
+    ``read_line`` is ``input`` or behaves like it.
+    """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    while (text := _read_line(lines, out)) is not None:
+    while (text := _next_line(read_line, out)) is not None:
         if not text:
             continue
         messages.append({"role": "user", "content": text})
@@ -200,13 +208,12 @@ def chat_loop(
     out.write("\n")
 
 
-def _read_line(lines: TextIO, out: TextIO) -> str | None:
-    """A line without its end; "" after Ctrl-C; None at the end of the input."""
+def _next_line(read_line: Callable[[str], str], out: TextIO) -> str | None:
+    """A line without blanks around it; "" after Ctrl-C; None at the end of the input."""
     try:
-        out.write("> ")
-        out.flush()
-        line = lines.readline()
+        return read_line("> ").strip()
     except KeyboardInterrupt:
         out.write("\n")
         return ""
-    return line.strip() if line else None
+    except EOFError:
+        return None
