@@ -1,0 +1,158 @@
+"""One request inside the engine: its tokens, how far it is, and the only place its status changes.
+
+    WAITING --admit--> RUNNING --end--> FINISHING --quiet--> FINISHED
+    WAITING --end--> FINISHED
+    (FINISHING: no more is scheduled, but a step in flight still names its row)
+
+Owns: ``Status`` and its transitions, token counts. Does not know: slots, batches.
+Invariants: num_computed_tokens <= num_scheduled_tokens <= number of known tokens (+ those being
+sampled in flight); tokens are only appended, and only by commit.
+Read next: ``scheduler.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hyradix.cache.holding import Holding
+from hyradix.request import FinishReason, Int32Array, MissReason, Request
+
+
+class Status(enum.Enum):
+    """See the module's docstring."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+
+
+class TokenBuffer:
+    """A growing little-endian int32 buffer: what keys, digests and token updates are cut from."""
+
+    def __init__(self, tokens: bytes) -> None:
+        self._buffer = bytearray(tokens)
+
+    def __len__(self) -> int:
+        return len(self._buffer) // 4
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add sampled tokens."""
+        self._buffer += np.asarray(token_ids, dtype="<i4").tobytes()
+
+    def to_bytes(self) -> bytes:
+        """All tokens (a copy)."""
+        return bytes(self._buffer)
+
+    def array(self) -> Int32Array:
+        """All tokens as ``int32[n]`` (a copy)."""
+        return np.frombuffer(bytes(self._buffer), dtype="<i4").astype(np.int32, copy=False)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """See the module's docstring. ``max_total_tokens``: prompt and reply may reach this length."""
+
+    request: Request
+    max_total_tokens: int
+    tokens: TokenBuffer
+    status: Status = Status.WAITING
+    holding: Holding | None = None
+    num_prompt_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    """Positions whose computation has been scheduled."""
+    num_computed_tokens: int = 0
+    """Positions whose computation has been committed (= depth of the quiet working state)."""
+    num_in_flight: int = 0
+    """Steps in flight that name this request's row."""
+    num_sampling: int = 0
+    """Tokens being sampled by steps in flight."""
+    prefill_end: int = 0
+    """Tokens known at admission: up to there it is a prefill, after that a decode."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_kv_tokens: int = 0
+    miss_reason: MissReason = MissReason.NONE
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def create(cls, request: Request, *, max_context: int) -> RequestState:
+        """A waiting request; ``max_total_tokens`` is capped at ``max_context``."""
+        num_prompt = request.num_prompt_tokens
+        limit = max_context
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, num_prompt + request.sampling.max_tokens)
+        return cls(
+            request=request,
+            max_total_tokens=limit,
+            tokens=TokenBuffer(request.prompt_token_ids),
+            num_prompt_tokens=num_prompt,
+            stop_ids=frozenset(request.sampling.stop_token_ids or ()),
+        )
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled and committed."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that have a value on the device once the steps in flight are done."""
+        return len(self.tokens) + self.num_sampling
+
+    @property
+    def match_limit(self) -> int:
+        """How many tokens may come from the cache: the last one is always computed.
+
+        With prompt logprobs the logits of position 0 on are asked for, so nothing may.
+        """
+        if self.request.sampling.prompt_logprobs is not None:
+            return 0
+        return len(self.tokens) - 1
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a token is there to be computed."""
+        return (
+            self.status is Status.RUNNING
+            and self.num_scheduled_tokens < self.num_known_tokens
+            and self.num_known_tokens < self.max_total_tokens
+        )
+
+    def admit(self, holding: Holding) -> None:
+        """WAITING -> RUNNING at the depth where computing resumes."""
+        assert self.status is Status.WAITING
+        self.status = Status.RUNNING
+        self.holding = holding
+        self.num_scheduled_tokens = self.num_computed_tokens = holding.num_cached_tokens
+        self.prefill_end = len(self.tokens)
+        self.num_cached_tokens = holding.num_cached_tokens
+        self.num_kv_tokens = holding.num_kv_tokens
+        self.miss_reason = holding.miss_reason
+
+    def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """No more is scheduled. WAITING -> FINISHED, RUNNING -> FINISHING."""
+        assert self.status in (Status.WAITING, Status.RUNNING)
+        is_running = self.status is Status.RUNNING
+        self.status = Status.FINISHING if is_running else Status.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def settle(self) -> Holding:
+        """FINISHING -> FINISHED; returns what is to be given back. No step names its row now."""
+        assert self.status is Status.FINISHING
+        assert self.num_in_flight == 0
+        assert self.holding is not None
+        self.status = Status.FINISHED
+        holding, self.holding = self.holding, None
+        return holding
