@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fake_server import is_running, wait_until
 
 from hyradix.config import Settings
 from hyradix.engine.client import EngineClient
 from hyradix.engine.messages import RequestOutput
 from hyradix.errors import ConfigError, EngineDeadError, HyradixError
 from hyradix.request import FinishReason, Request, SamplingParams
-from support.fake_server import is_running, wait_until
 
 Test = Callable[[EngineClient], Coroutine[Any, Any, None]]
 
@@ -37,7 +37,7 @@ def make_request(request_id: str, prompt: str = "hi", max_tokens: int = 5) -> Re
 @asynccontextmanager
 async def started(factory: str) -> AsyncIterator[EngineClient]:
     client = EngineClient(
-        Settings(model="fake"), factory=f"support.fake_engine:{factory}", log_level="error"
+        Settings(model="fake"), factory=f"tests.support.fake_engine:{factory}", log_level="error"
     )
     await client.start()
     try:
@@ -247,7 +247,7 @@ import asyncio, os, signal
 from hyradix.config import Settings
 from hyradix.engine.client import EngineClient
 async def main():
-    client = EngineClient(Settings(model="fake"), factory="support.fake_engine:build")
+    client = EngineClient(Settings(model="fake"), factory="tests.support.fake_engine:build")
     await client.start()
     await client.wait_ready()
     print(client.pid, client._directory, flush=True)

@@ -3,10 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from support.fake_client import Api, events_of, joined
-from support.fake_engine import SENTENCE
-from support.fake_text import EOS
+from tests.support.fake_client import Api, events_of, joined
+from tests.support.fake_engine import SENTENCE
+from tests.support.fake_text import EOS
 
 WORDS = SENTENCE.decode()
 

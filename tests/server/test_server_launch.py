@@ -10,9 +10,8 @@ import time
 
 import httpx
 import pytest
-
-from support.fake_client import chat_body
-from support.fake_server import FakeServer, is_running, wait_until
+from tests.support.fake_client import chat_body
+from tests.support.fake_server import FakeServer, is_running, wait_until
 
 
 @pytest.mark.slow

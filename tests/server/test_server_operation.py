@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-from support.fake_client import Api
+from tests.support.fake_client import Api
 
 
 @pytest.fixture

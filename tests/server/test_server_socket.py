@@ -13,10 +13,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-
-from support.fake_client import chat_body
-from support.fake_engine import SENTENCE
-from support.fake_server import FakeServer, wait_until
+from tests.support.fake_client import chat_body
+from tests.support.fake_engine import SENTENCE
+from tests.support.fake_server import FakeServer, wait_until
 
 WORDS = SENTENCE.decode()
 LONG = {"max_tokens": 8000, "ignore_eos": True}

@@ -17,8 +17,8 @@ from hyradix.errors import EngineDeadError, HyradixError
 from hyradix.request import Request
 from hyradix.server.app import create_app
 from hyradix.server.frontend import ServerConfig
-from support.fake_engine import FakeEngine, build
-from support.fake_text import load_fake_text
+from tests.support.fake_engine import FakeEngine, build
+from tests.support.fake_text import load_fake_text
 
 
 class FakeClient:

@@ -22,7 +22,7 @@ from hyradix.engine.messages import (
 from hyradix.engine.process import ProgressCallback, refusal_of
 from hyradix.errors import ConfigError, QueueFullError, RequestFailedError
 from hyradix.request import FinishReason, MissReason, Request
-from support.fake_text import EOS, VOCAB_SIZE
+from tests.support.fake_text import EOS, VOCAB_SIZE
 
 SENTENCE = b"The quick brown fox jumps over the lazy dog. "
 NATURAL_END = 4 * len(SENTENCE)

@@ -107,7 +107,7 @@ class FakeRunner:
     def collect(self) -> StepOutput:
         return self.outputs.popleft()
 
-    def _source(self, op) -> int | None:  # noqa: ANN001
+    def _source(self, op) -> int | None:
         return EMPTY if op.kind is StateOpKind.CLEAR else self.states[op.source]
 
     def _forward(self, batch: ScheduledBatch, i: int, saves: dict, written: list) -> int:

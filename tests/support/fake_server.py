@@ -1,6 +1,6 @@
 """A real server with a real engine process that runs a fake engine.
 
-``python -m support.fake_server FACTORY PORT [NAME=VALUE ...]`` is what ``FakeServer`` starts.
+``python -m tests.support.fake_server FACTORY PORT [NAME=VALUE ...]`` is what ``FakeServer`` starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from hyradix.config import Settings
 from hyradix.server.launch import ServeOptions, run_server
-from support.fake_text import load_fake_text
+from tests.support.fake_text import load_fake_text
 
 
 class FakeServer:
@@ -27,7 +27,7 @@ class FakeServer:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         listed = [f"{name}={value}" for name, value in options.items()]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.fake_server", factory, str(port), *listed],
+            [sys.executable, "-m", "tests.support.fake_server", factory, str(port), *listed],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -110,7 +110,7 @@ def main() -> int:
     settings = Settings(model="fake", max_context=8192)
     numbers = {name: int(options.pop(name)) for name in ("max_body_mib",) if name in options}
     serve = ServeOptions(settings=settings, port=int(port), **numbers, **options)
-    return run_server(serve, load_fake_text, factory=f"support.fake_engine:{factory}")
+    return run_server(serve, load_fake_text, factory=f"tests.support.fake_engine:{factory}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hyradix.engine.messages import RequestOutput
-from hyradix.errors import HyradixError, RequestError, RequestFailedError
+from hyradix.errors import HyradixError, RequestError
 
 JSON = "application/json"
 
@@ -34,26 +33,13 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     error: ErrorDetail
 
 
-class UpstreamError(HyradixError):
-    """An error that the engine reported for one request, with the status it asked for."""
+class RoutingError(RequestError):
+    """The framework refused a request: no such path, or not this method."""
 
-    def __init__(self, message: str, *, param: str | None, status: int, code: str) -> None:
-        super().__init__(message, param=param)
+    def __init__(self, message: str, *, status: int, code: str) -> None:
+        super().__init__(message)
         self.status = status
         self.code = code
-        self.type = "rate_limit_error" if status == 429 else HyradixError.type
-        if 400 <= status < 500 and status != 429:
-            self.type = RequestError.type
-
-
-def error_of_output(output: RequestOutput) -> HyradixError:
-    """The exception that a finished output with ``error`` set stands for."""
-    return UpstreamError(
-        output.error or "the request failed",
-        param=output.error_param,
-        status=output.error_status,
-        code=output.error_code or RequestFailedError.code,
-    )
 
 
 def encode_error(error: HyradixError) -> bytes:
@@ -82,9 +68,7 @@ def install_handlers(app: FastAPI) -> None:
             405: f"{request.method} is not allowed for {request.url.path}",
         }.get(error.status_code, str(error.detail))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        response = error_response(
-            UpstreamError(message, param=None, status=error.status_code, code=code)
-        )
+        response = error_response(RoutingError(message, status=error.status_code, code=code))
         response.headers.update(error.headers or {})
         return response
 

@@ -10,7 +10,6 @@ Read next: ``generation.py`` (what comes back), ``completions.py``, ``chat.py``.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 
+from hyradix.engine.fan_out import fan_out
 from hyradix.engine.messages import EngineInfo, EngineStats
 from hyradix.errors import (
     ContextLengthError,
@@ -242,30 +241,22 @@ class Frontend:
         Choice ``i`` continues ``prompts[i // n]``. With a seed, its random stream follows from
         (seed, i % n); without one, a seed is drawn.
         """
-        n = sampling.n
-        if len(prompts) * n > MAX_FAN_OUT:
+        if len(prompts) * sampling.n > MAX_FAN_OUT:
             raise InvalidParameterError(
-                f"{len(prompts)} prompts times n = {n} is more than {MAX_FAN_OUT} choices",
+                f"{len(prompts)} prompts times n = {sampling.n} is more than {MAX_FAN_OUT} choices",
                 param="n",
             )
         reply_id = f"{id_prefix}-{uuid.uuid4().hex}"
-        single = msgspec.structs.replace(sampling, n=1)
-        namespace = Namespace(salt=salt or "")
         requests: list[Request] = []
-        for prompt in prompts:
-            data = prompt.token_ids.astype("<i4").tobytes()
-            seed = self._draw_seed() if sampling.seed is None else sampling.seed
-            for child in range(n):
-                requests.append(
-                    Request(
-                        request_id=f"{reply_id}-{len(requests)}",
-                        prompt_token_ids=data,
-                        sampling=single,
-                        seed=child_seed(seed, child),
-                        boundaries=prompt.boundaries,
-                        namespace=namespace,
-                    )
-                )
+        for number, prompt in enumerate(prompts):
+            requests += fan_out(
+                prompt.token_ids.astype("<i4").tobytes(),
+                sampling,
+                id_prefix=f"{reply_id}-{number}",
+                seed=self._draw_seed() if sampling.seed is None else sampling.seed,
+                boundaries=prompt.boundaries,
+                namespace=Namespace(salt=salt or ""),
+            )
         return Generation(
             reply_id,
             [r.request_id for r in requests],
@@ -275,14 +266,6 @@ class Frontend:
             drops_tokens=drops_tokens,
             clock=self._clock,
         )
-
-
-def child_seed(seed: int, child: int) -> int:
-    """The seed of choice ``child``: the first keeps the request's, the others hash it."""
-    if child == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{child}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _num_characters(content: Any) -> int:

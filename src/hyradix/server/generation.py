@@ -15,9 +15,9 @@ from typing import Protocol
 import msgspec
 
 from hyradix.engine.messages import RequestOutput
+from hyradix.engine.results import raise_error
 from hyradix.errors import RequestFailedError
 from hyradix.request import FinishReason, MissReason
-from hyradix.server.errors import error_of_output
 from hyradix.server.metrics import ServerMetrics
 from hyradix.server.replies import PromptTokensDetails, Usage
 
@@ -66,9 +66,9 @@ class Generation:
         """The next output. Raises ``HyradixError`` when a choice failed (all are over then)."""
         output = await self._outputs.__anext__()
         index = self._index[output.request_id]
-        if output.error is not None or output.finish_reason is FinishReason.ERROR:
+        if output.error is not None:
             self.close()
-            raise error_of_output(output)
+            raise_error(output)
         if output.finish_reason is FinishReason.ABORT:
             self.close()
             raise RequestFailedError("the request was cancelled by the server")

@@ -23,15 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from rich.console import Console
 
 from hyradix.config import Settings
 from hyradix.engine.client import DEFAULT_FACTORY, EngineClient
+from hyradix.engine.loading_bar import LoadingBar
 from hyradix.engine.messages import EngineInfo
 from hyradix.errors import ConfigError, EngineDeadError, HyradixError, ModelLoadError
 from hyradix.server.app import create_app
 from hyradix.server.frontend import ChatTemplate, ServerConfig, Tokenizer
-from hyradix.server.progress import LoadProgress
 
 EXIT_FAILED, EXIT_USAGE, EXIT_KILLED = 1, 2, 130
 FINISH_S = 3.0
@@ -146,8 +145,8 @@ class Supervisor:
 
     async def _load(self) -> bool:
         """Wait for the engine. False if a signal came first."""
-        with LoadProgress(Console(stderr=True)) as progress:
-            ready = asyncio.create_task(self._client.wait_ready(progress.update))
+        with LoadingBar(is_shown=sys.stderr.isatty()) as bar:
+            ready = asyncio.create_task(self._client.wait_ready(bar.update))
             stop = asyncio.create_task(self._stop.wait())
             await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()

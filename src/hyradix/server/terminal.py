@@ -17,9 +17,9 @@ import httpx
 import msgspec
 
 from hyradix.engine.messages import RequestOutput
+from hyradix.engine.results import raise_error
 from hyradix.errors import EngineDeadError, HyradixError
 from hyradix.request import SamplingParams
-from hyradix.server.errors import error_of_output
 
 Message = dict[str, Any]
 TIMEOUT = httpx.Timeout(10.0, read=None)
@@ -81,8 +81,7 @@ class OfflineBackend:
     def _texts(self, outputs: Iterator[RequestOutput]) -> Generator[str, None, None]:
         try:
             for output in outputs:
-                if output.error is not None:
-                    raise error_of_output(output)
+                raise_error(output)
                 self.counts = ReplyCounts(
                     output.num_prompt_tokens,
                     output.num_cached_tokens,
