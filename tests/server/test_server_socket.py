@@ -99,6 +99,18 @@ def test_body_limit_over_a_socket(server: FakeServer) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_client_that_leaves_while_sending_is_no_bug() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with FakeServer() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head)
+            time.sleep(0.1)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        code, errors, _ = server.stop()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
 def test_garbage_on_the_socket_does_not_hurt(server: FakeServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"\x16\x03\x01 no http\r\n\r\n")

@@ -42,7 +42,7 @@ from hyradix.engine.messages import (
     Submit,
     ToEngine,
 )
-from hyradix.engine.process import LENGTH_BYTES, Launch, ProgressCallback
+from hyradix.engine.process import LENGTH_BYTES, Launch, ProgressCallback, socket_addresses
 from hyradix.engine.streams import OutputStream
 from hyradix.errors import (
     BusyError,
@@ -101,8 +101,9 @@ class EngineClient:
         for socket in (self._pull, self._push):
             socket.set_hwm(0)
             socket.linger = 0
-        self._push.bind(f"ipc://{self._directory}/to-engine")
-        self._pull.bind(f"ipc://{self._directory}/from-engine")
+        to_engine, from_engine = socket_addresses(self._directory)
+        self._push.bind(to_engine)
+        self._pull.bind(from_engine)
         self._receiver = asyncio.create_task(self._receive_all(), name="hyradix-receive")
         self._process = self._spawn()
         self._watcher = threading.Thread(
@@ -123,8 +124,7 @@ class EngineClient:
             Launch(
                 settings=self._settings,
                 factory=self._factory,
-                to_engine=f"ipc://{self._directory}/to-engine",
-                from_engine=f"ipc://{self._directory}/from-engine",
+                directory=self._directory,
                 log_level=self._log_level,
             )
         )

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -77,9 +78,14 @@ class Launch(msgspec.Struct, kw_only=True):
     settings: Settings
     factory: str
     """Dotted name of an ``EngineFactory``: ``package.module:function``."""
-    to_engine: str
-    from_engine: str
+    directory: str
+    """Private directory of the two sockets."""
     log_level: str = "info"
+
+
+def socket_addresses(directory: str) -> tuple[str, str]:
+    """ZeroMQ addresses (to the engine, from the engine) in a private directory."""
+    return f"ipc://{directory}/to-engine", f"ipc://{directory}/from-engine"
 
 
 class EngineChannel:
@@ -250,13 +256,17 @@ def load_factory(name: str) -> EngineFactory:
     return cast(EngineFactory, getattr(importlib.import_module(module_name), function_name))
 
 
-def exit_with_parent(stdin_fd: int) -> None:
-    """End this process at once when the parent is gone: its end of our standard input closes."""
+def exit_with_parent(stdin_fd: int, directory: str) -> None:
+    """End this process at once when the parent is gone: its end of our standard input closes.
+
+    Removes the sockets' ``directory``, since nobody else can any more.
+    """
 
     def watch() -> None:
         # os.read, not a buffered reader: a lock held by a daemon thread is fatal at exit.
         while os.read(stdin_fd, 1):
             pass
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="hyradix-parent-watch", daemon=True).start()
@@ -273,11 +283,11 @@ def main() -> int:
     # Ctrl-C reaches the whole terminal group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     launch = read_launch(sys.stdin.buffer)
-    exit_with_parent(sys.stdin.fileno())
+    exit_with_parent(sys.stdin.fileno(), launch.directory)
     logging.basicConfig(
         level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    channel = EngineChannel(launch.to_engine, launch.from_engine)
+    channel = EngineChannel(*socket_addresses(launch.directory))
     try:
         return engine_main(launch.settings, channel, _factory_of(launch))
     finally:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from hyradix.errors import HyradixError, RequestError
 
 JSON = "application/json"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left; seen by logs and metrics only."""
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -72,10 +74,14 @@ def install_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def on_client_gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it
+
     async def on_bug(_request: Request, _error: Exception) -> Response:
         # Starlette raises it again after this response, so that the log has the traceback.
         return error_response(HyradixError("internal error; the server's log says more"))
 
     app.add_exception_handler(HyradixError, on_hyradix_error)
     app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
     app.add_exception_handler(Exception, on_bug)

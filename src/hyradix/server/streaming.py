@@ -21,15 +21,13 @@ from starlette.types import Receive, Scope, Send
 
 from hyradix.engine.messages import RequestOutput
 from hyradix.errors import HyradixError
-from hyradix.server.errors import JSON, encode_error
+from hyradix.server.errors import CLIENT_CLOSED_REQUEST, JSON, encode_error
 from hyradix.server.generation import Generation
 from hyradix.server.replies import Usage
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left; seen by logs and metrics only."""
 
 
 class ReplyWriter(Protocol):
