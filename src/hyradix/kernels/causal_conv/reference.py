@@ -1,0 +1,27 @@
+"""Depthwise causal convolution with silu over a ragged batch, window kept by state slot (torch).
+
+Owns: the readable convolution. Does not know: who owns a slot.
+Invariant: the window holds the last K-1 RAW inputs, oldest first; zeros before the sequence.
+Read next: ``../gated_delta_net/reference.py`` (the caller).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(convolution) of one sequence that goes on from ``window``.
+
+    Args:
+        x: ``[n, C]`` new inputs. weight: ``[C, K]``. window: ``[C, K-1]``.
+
+    Returns: ``[n, C]``, and all raw columns ``[C, K-1+n]``: the window after m tokens is
+    ``columns[:, m : m + K - 1]``.
+    """
+    columns = torch.cat([window.to(x.dtype), x.T], dim=1)  # [C, K-1+n]
+    y = F.conv1d(columns.unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])
+    return F.silu(y.squeeze(0).T), columns
