@@ -28,7 +28,7 @@ def randomise(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
             continue
-        scale = 0.3 if "norm" in name else 0.15
+        scale = 0.3 if "norm" in name else 0.08
         offset = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = offset + scale * noise
