@@ -1,4 +1,4 @@
-"""The compiled backend: numba kernels on views of torch tensors, torch where BLAS is faster.
+"""The compiled backend: numba kernels on numpy arrays, torch where BLAS is faster.
 
 Owns: which form runs (one thread or all, compiled or BLAS), the layout of packed weights.
 Does not know: layers, models.
@@ -14,6 +14,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hyradix.kernels import numba_support
@@ -28,17 +29,37 @@ from hyradix.kernels.swiglu import compiled as swiglu_kernels
 
 _PARALLEL_FROM = 1 << 15
 """Elements of work below which waking another thread costs more than it saves."""
-Array = np.ndarray[Any, Any]
+Array = npt.NDArray[np.float32]
+Norm = tuple[Array, np.float32]
 
 
 class RowMajorLinear:
-    """A weight ``[O, I]`` kept once, seen by torch and by the kernels."""
+    """A weight ``[O, I]`` kept once, multiplied by tiles (few rows of x) or by BLAS (many).
+
+    Where the CPU is not one that the tiles are made for, torch multiplies always.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight.contiguous()
-        bits = self.weight if weight.dtype == torch.float32 else self.weight.view(torch.uint16)
-        self.array: Array = bits.numpy()
-        self.outputs = weight.shape[0]
+        self.num_outputs = weight.shape[0]
+        self.has_tiles = linear_kernels.is_supported()
+        self.array: Any = None
+        if self.has_tiles:
+            self._weight = weight.contiguous()
+            is_plain = weight.dtype == torch.float32
+            self.array = (self._weight if is_plain else self._weight.view(torch.uint16)).numpy()
+        else:
+            self._packed = PackedLinear(weight)
+
+    def multiply(self, x: Array, residual: Array | None = None) -> Array:
+        """Many rows: ``[T, I]`` -> ``[T, O]``."""
+        tensor = torch.from_numpy(x)
+        added = None if residual is None else torch.from_numpy(residual)
+        if not self.has_tiles:
+            return self._packed.multiply(tensor, added).numpy()
+        if added is not None and self._weight.dtype == torch.float32:
+            return torch.addmm(added, tensor, self._weight.T).numpy()
+        y = torch.nn.functional.linear(tensor.to(self._weight.dtype), self._weight).float()
+        return (y if added is None else y.add_(added)).numpy()
 
 
 class CompiledOps:
@@ -48,7 +69,6 @@ class CompiledOps:
 
     def __init__(self) -> None:
         numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-        self._has_tiles = linear_kernels.is_supported()
         self._parallel_from: float = _PARALLEL_FROM
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -59,43 +79,60 @@ class CompiledOps:
             self._parallel_from = threshold
             run()
 
-    def pack_linear(self, weight: torch.Tensor) -> RowMajorLinear | PackedLinear:
-        return RowMajorLinear(weight) if self._has_tiles else PackedLinear(weight)
+    def view(self, tensor: torch.Tensor) -> Array:
+        return tensor.numpy()
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: RowMajorLinear | PackedLinear,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if isinstance(weight, PackedLinear):
-            return weight.multiply(x, residual)
-        if x.shape[0] <= linear_kernels.MAX_ROWS:
-            y = torch.empty(x.shape[0], weight.outputs)
-            if residual is None:
-                linear_kernels.multiply(weight.array, x.numpy(), y.numpy())
-            else:
-                linear_kernels.multiply_add(weight.array, x.numpy(), residual.numpy(), y.numpy())
-            return y
-        y = torch.nn.functional.linear(x.to(weight.weight.dtype), weight.weight).float()
-        return y if residual is None else y.add_(residual)
+    def tensor(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
-        is_large = x.numel() > self._parallel_from
+    def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
+        return weight.index_select(0, torch.from_numpy(token_ids)).float().numpy()
+
+    def select(self, x: Array, index: npt.NDArray[np.int32]) -> Array:
+        return x[index]
+
+    def pack_linear(self, weight: torch.Tensor) -> RowMajorLinear:
+        return RowMajorLinear(weight)
+
+    def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return weight.contiguous().numpy(), np.float32(eps)
+
+    def norm_linear(self, x: Array, norm: Norm, weight: RowMajorLinear) -> Array:
+        if self._is_small(x, weight):
+            out = np.empty((x.shape[0], weight.num_outputs), np.float32)
+            linear_kernels.norm_multiply(x, *norm, weight.array, out)
+            return out
+        normed = np.empty_like(x)
+        is_large = x.size > self._parallel_from
         kernel = norm_kernels.rms_norm_parallel if is_large else norm_kernels.rms_norm_serial
-        kernel(x.numpy(), weight.numpy(), np.float32(eps), out.numpy())
-        return out
+        kernel(x, *norm, normed)
+        return weight.multiply(normed)
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        is_large = out.numel() > self._parallel_from
+    def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
+        if self._is_small(x, weight):
+            out = np.empty_like(residual)
+            linear_kernels.multiply_add(weight.array, x, residual, out)
+            return out
+        return weight.multiply(x, residual)
+
+    def swiglu_linear_add(self, gate_up: Array, weight: RowMajorLinear, residual: Array) -> Array:
+        if self._is_small(gate_up, weight):
+            out = np.empty_like(residual)
+            linear_kernels.swiglu_multiply_add(gate_up, weight.array, residual, out)
+            return out
+        x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        is_large = x.size > self._parallel_from
         kernel = swiglu_kernels.swiglu_parallel if is_large else swiglu_kernels.swiglu_serial
-        kernel(gate_up.numpy(), out.numpy())
-        return out
+        kernel(gate_up, x)
+        return weight.multiply(x, residual)
+
+    def _is_small(self, x: Array, weight: RowMajorLinear) -> bool:
+        """Whether the tiles multiply; while everything is being compiled, either may."""
+        few = x.shape[0] <= linear_kernels.MAX_ROWS and self._parallel_from != math.inf
+        return weight.has_tiles and few
 
     def pack_mixer(self, weights: MixerWeights) -> tuple[Any, ...]:
-        """Arguments 3..: conv as [Hk, K, channels of a group], then the small vectors."""
+        """Convolution weights as [Hk, K, channels of a group], then the small vectors."""
         heads = weights.num_k_heads
         num_v_heads, dv = weights.dt_bias.numel(), weights.norm.numel()
         channels, width = weights.conv.shape
@@ -108,56 +145,63 @@ class CompiledOps:
 
     def mix(
         self,
-        projected: torch.Tensor,
+        projected: Array,
         weights: tuple[Any, ...],
         batch: RaggedStates,
-        conv_state: torch.Tensor,
-        state: torch.Tensor,
-    ) -> torch.Tensor:
+        conv_state: Array,
+        state: Array,
+    ) -> Array:
         heads, conv, decay_rate, dt_bias, norm, eps = weights
-        out = torch.empty(projected.shape[0], state.shape[1] * state.shape[3])
-        is_large = projected.shape[0] * state[0].numel() > self._parallel_from
+        num_v_heads, dk, dv = state.shape[1:]
+        out = np.empty((projected.shape[0], num_v_heads * dv), np.float32)
+        is_large = out.size * dk > self._parallel_from
         kernel = mixer_kernels.mix_parallel if is_large else mixer_kernels.mix_serial
         kernel(
-            projected.numpy(), batch.cu_seqlens, batch.slots, heads, conv, conv_state.numpy(),
-            state.numpy(), decay_rate, dt_bias, norm, eps, batch.save_offsets, batch.save_at,
-            batch.save_slots, out.numpy(),
+            projected, batch.cu_seqlens, batch.slots, heads, conv, conv_state, state, decay_rate,
+            dt_bias, norm, eps, batch.save_offsets, batch.save_at, batch.save_slots, out,
         )  # fmt: skip
         return out
 
-    def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
-        return weights
+    def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
+        arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))
+        shape = (weights.num_heads, weights.head_dim)
+        return (shape, *arrays, np.float32(weights.eps), weights.angles.numpy())
 
     def attention(
         self,
-        projected: torch.Tensor,
-        weights: AttentionWeights,
+        projected: Array,
+        weights: tuple[Any, ...],
         batch: RaggedQueries,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-    ) -> torch.Tensor:
-        tokens = projected.shape[0]
-        q = torch.empty(tokens, weights.num_heads, weights.head_dim)
-        is_large = projected.numel() > self._parallel_from
-        kernel = attention_kernels.prepare_parallel if is_large else attention_kernels.prepare_serial
-        kernel(
-            projected.numpy(), batch.positions, batch.write_slots, weights.q_norm.numpy(),
-            weights.k_norm.numpy(), np.float32(weights.eps), weights.angles.numpy(),
-            k_pool.numpy(), v_pool.numpy(), q.numpy(),
-        )  # fmt: skip
-        out = torch.empty(tokens, weights.num_heads * weights.head_dim)
+        k_pool: Array,
+        v_pool: Array,
+    ) -> Array:
+        (heads, dim), *rest = weights
+        q = np.empty((projected.shape[0], heads, dim), np.float32)
+        out = np.empty((projected.shape[0], heads * dim), np.float32)
+        is_large = projected.size > self._parallel_from
+        prepare = attention_kernels.prepare_parallel if is_large else attention_kernels.prepare_serial
+        prepare(projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q)
         if len(batch.short_tokens):
-            work = int(batch.short_lengths.sum()) * out.shape[1]
+            work = int(batch.short_lengths.sum()) * heads * dim
             is_large = work > 4 * self._parallel_from
             decode = attention_kernels.decode_parallel if is_large else attention_kernels.decode_serial
             decode(
-                q.numpy(), batch.short_tokens, batch.short_rows, batch.short_lengths,
-                batch.kv_table, k_pool.numpy(), v_pool.numpy(), projected.numpy(), out.numpy(),
+                q, batch.short_tokens, batch.short_rows, batch.short_lengths, batch.kv_table,
+                k_pool, v_pool, projected, out,
             )  # fmt: skip
-        for i in batch.long_rows:
-            piece = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-            slots, start = batch.kv_table[batch.rows[i]], int(batch.starts[i])
-            o = attend_row(q[piece], slots, start, k_pool, v_pool).flatten(1)
-            gate = projected[piece, -out.shape[1] :].sigmoid()
-            torch.mul(o, gate, out=out[piece])
+        if batch.long_rows:
+            _attend_long(projected, q, batch, k_pool, v_pool, out)
         return out
+
+
+def _attend_long(
+    projected: Array, q: Array, batch: RaggedQueries, k_pool: Array, v_pool: Array, out: Array
+) -> None:
+    """Rows with many queries: torch's blocked attention, then the gate."""
+    arrays = (projected, q, k_pool, v_pool, out)
+    gates, queries, keys, values, target = map(torch.from_numpy, arrays)
+    for i in batch.long_rows:
+        piece = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+        slots, start = batch.kv_table[batch.rows[i]], int(batch.starts[i])
+        attended = attend_row(queries[piece], slots, start, keys, values).flatten(1)
+        torch.mul(attended, gates[piece, -out.shape[1] :].sigmoid(), out=target[piece])

@@ -1,8 +1,11 @@
 """The operations that layers call, and the choice between their torch and compiled forms.
 
 Owns: the ``Ops`` interface and ``load_ops``. Does not know: layers, models.
-Invariant: both backends take and return torch tensors of the same shapes and agree within float32
-rounding. Packing happens once, at load.
+
+Invariants:
+- Activations are float32 arrays of the backend's own kind (``Array``): torch tensors, or numpy
+  arrays where the kernels are compiled by numba. Only ``embed`` and ``tensor`` cross over.
+- Backends agree within float32 rounding. Packing happens once, at load.
 Read next: ``torch_ops.py``, ``compiled_ops.py``.
 """
 
@@ -12,6 +15,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hyradix.errors import ConfigError
@@ -19,10 +24,12 @@ from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 
 BACKENDS = ("auto", "compiled", "torch")
+Array = Any
+"""A float32 array of the backend's own kind; slicing its first dimension works on all kinds."""
 
 
 class Ops(Protocol):
-    """Float32 activations in and out; ``pack_*`` make what the others take (opaque)."""
+    """What ``pack_*`` return is opaque: it is what the others take."""
 
     name: str
 
@@ -32,44 +39,47 @@ class Ops(Protocol):
     def warm_up(self, run: Callable[[], None]) -> None:
         """Call ``run`` (any forward) so often that every kernel it reaches has been compiled."""
 
+    def view(self, tensor: torch.Tensor) -> Array:
+        """The same float32 memory as an ``Array``."""
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """The same memory as a tensor."""
+
+    def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
+        """Rows of ``weight`` ``[V, C]`` by ``token_ids`` ``[T]``, as float32 ``[T, C]``."""
+
+    def select(self, x: Array, index: npt.NDArray[np.int32]) -> Array:
+        """Rows of ``[T, C]`` by index ``[M]``."""
+
     def pack_linear(self, weight: torch.Tensor) -> Any:
-        """A weight ``[O, I]``, float32 or bfloat16, in the form that ``linear`` takes."""
+        """A weight ``[O, I]``, float32 or bfloat16, in the form that the products take."""
 
-    def linear(
-        self, x: torch.Tensor, weight: Any, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``[T, I]`` -> ``[T, O]``, plus ``residual``."""
+    def pack_norm(self, weight: torch.Tensor, eps: float) -> Any:
+        """A norm's weight ``[C]``; where it is zero-centred, 1 is added already."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``[T, C]`` -> ``[T, C]``."""
+    def norm_linear(self, x: Array, norm: Any, weight: Any) -> Array:
+        """rms_norm(x ``[T, I]``) times weight -> ``[T, O]``."""
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``[T, 2I]`` -> ``[T, I]``."""
+    def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
+        """x ``[T, I]`` times weight, plus residual ``[T, O]``."""
+
+    def swiglu_linear_add(self, gate_up: Array, weight: Any, residual: Array) -> Array:
+        """silu(gates) * ups of ``[T, 2I]`` times weight, plus residual ``[T, O]``."""
 
     def pack_mixer(self, weights: MixerWeights) -> Any:
         """What ``mix`` takes."""
 
     def mix(
-        self,
-        projected: torch.Tensor,
-        weights: Any,
-        batch: RaggedStates,
-        conv_state: torch.Tensor,
-        state: torch.Tensor,
-    ) -> torch.Tensor:
+        self, projected: Array, weights: Any, batch: RaggedStates, conv_state: Array, state: Array
+    ) -> Array:
         """See ``gated_delta_net.reference.mix``."""
 
     def pack_attention(self, weights: AttentionWeights) -> Any:
         """What ``attention`` takes."""
 
     def attention(
-        self,
-        projected: torch.Tensor,
-        weights: Any,
-        batch: RaggedQueries,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-    ) -> torch.Tensor:
+        self, projected: Array, weights: Any, batch: RaggedQueries, k_pool: Array, v_pool: Array
+    ) -> Array:
         """See ``attention.reference.attention``."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hyradix.kernels.attention import reference as attention_reference
@@ -11,8 +13,10 @@ from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries
 from hyradix.kernels.gated_delta_net import reference as mixer_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.linear.packed import PackedLinear
-from hyradix.kernels.rms_norm import reference as norm_reference
-from hyradix.kernels.swiglu import reference as swiglu_reference
+from hyradix.kernels.rms_norm.reference import rms_norm
+from hyradix.kernels.swiglu.reference import swiglu
+
+Norm = tuple[torch.Tensor, float]
 
 
 class TorchOps:
@@ -26,19 +30,36 @@ class TorchOps:
     def warm_up(self, run: Callable[[], None]) -> None:
         run()
 
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def tensor(self, array: torch.Tensor) -> torch.Tensor:
+        return array
+
+    def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+        return weight.index_select(0, torch.from_numpy(token_ids)).float()
+
+    def select(self, x: torch.Tensor, index: npt.NDArray[np.int32]) -> torch.Tensor:
+        return x.index_select(0, torch.from_numpy(index))
+
     def pack_linear(self, weight: torch.Tensor) -> PackedLinear:
         return PackedLinear(weight)
 
-    def linear(
-        self, x: torch.Tensor, weight: PackedLinear, residual: torch.Tensor | None = None
+    def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return weight, eps
+
+    def norm_linear(self, x: torch.Tensor, norm: Norm, weight: PackedLinear) -> torch.Tensor:
+        return weight.multiply(rms_norm(x, *norm))
+
+    def linear_add(
+        self, x: torch.Tensor, weight: PackedLinear, residual: torch.Tensor
     ) -> torch.Tensor:
         return weight.multiply(x, residual)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return norm_reference.rms_norm(x, weight, eps)
-
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return swiglu_reference.swiglu(gate_up)
+    def swiglu_linear_add(
+        self, gate_up: torch.Tensor, weight: PackedLinear, residual: torch.Tensor
+    ) -> torch.Tensor:
+        return weight.multiply(swiglu(gate_up), residual)
 
     def pack_mixer(self, weights: MixerWeights) -> MixerWeights:
         return weights

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hyradix.kernels.attention.reference import AttentionWeights
-from hyradix.kernels.ops import Ops
+from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
+from hyradix.layers.norm import RmsNorm
 
 
 class GatedAttention:
@@ -29,11 +30,9 @@ class GatedAttention:
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_attention(weights)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """``[T, hidden]`` normalised input -> residual + attention, ``[T, hidden]``."""
-        projected = self._ops.linear(x, self._qkvg)
+    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
+        """``[T, hidden]`` -> x + attention(norm(x)), ``[T, hidden]``."""
+        projected = self._ops.norm_linear(x, norm.packed, self._qkvg)
         k, v = context.memory.k[self._index], context.memory.v[self._index]
         mixed = self._ops.attention(projected, self._weights, context.queries, k, v)
-        return self._ops.linear(mixed, self._out, residual)
+        return self._ops.linear_add(mixed, self._out, x)

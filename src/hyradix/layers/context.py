@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from hyradix.kernels.attention.reference import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
+from hyradix.kernels.ops import Array
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
     """Views of the pools by layer.
 
-    k, v: one ``[num_kv_slots + 1, Hkv, D]`` per attention layer. conv ``[num_states + 1, C, K-1]``
-    and recurrent ``[num_states + 1, Hv, dk, dv]``: one per recurrent layer.
+    k, v: one ``[num_kv_slots + 1, Hkv, D]`` per attention layer. conv ``[num_states + 1, K-1, C]``
+    and recurrent ``[num_states + 1, Hv, dk, dv]``: one per recurrent layer. All as ``Ops.view``
+    makes them.
     """
 
-    k: tuple[torch.Tensor, ...]
-    v: tuple[torch.Tensor, ...]
-    conv: tuple[torch.Tensor, ...]
-    recurrent: tuple[torch.Tensor, ...]
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    conv: tuple[Array, ...]
+    recurrent: tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hyradix.kernels.ops import Ops
+from hyradix.kernels.ops import Array, Ops
+from hyradix.layers.norm import RmsNorm
 
 
 class Embedding:
@@ -15,10 +18,10 @@ class Embedding:
         self._weight = weight.contiguous()
         self._head = ops.pack_linear(self._weight if head is None else head)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 or int32 ``[T]`` -> float32 ``[T, hidden]``."""
-        return self._weight.index_select(0, token_ids).float()
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
+        """``[T]`` -> ``[T, hidden]``."""
+        return self._ops.embed(self._weight, token_ids)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalised ``[M, hidden]`` -> float32 ``[M, vocab]``."""
-        return self._ops.linear(hidden, self._head)
+    def logits(self, hidden: Array, norm: RmsNorm) -> torch.Tensor:
+        """``[M, hidden]``, not normalised yet -> float32 ``[M, vocab]``."""
+        return self._ops.tensor(self._ops.norm_linear(hidden, norm.packed, self._head))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
-from hyradix.kernels.ops import Ops
+from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
+from hyradix.layers.norm import RmsNorm
 
 
 class GatedDeltaNet:
@@ -24,11 +25,10 @@ class GatedDeltaNet:
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_mixer(weights)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """``[T, hidden]`` normalised input -> residual + mixer, ``[T, hidden]``."""
-        projected = self._ops.linear(x, self._qkvzba)
-        conv, recurrent = (pool[self._index] for pool in (context.memory.conv, context.memory.recurrent))
+    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
+        """``[T, hidden]`` -> x + mixer(norm(x)), ``[T, hidden]``."""
+        projected = self._ops.norm_linear(x, norm.packed, self._qkvzba)
+        memory = context.memory
+        conv, recurrent = memory.conv[self._index], memory.recurrent[self._index]
         mixed = self._ops.mix(projected, self._weights, context.states, conv, recurrent)
-        return self._ops.linear(mixed, self._out, residual)
+        return self._ops.linear_add(mixed, self._out, x)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hyradix.kernels.ops import Ops
+from hyradix.kernels.ops import Array, Ops
+from hyradix.layers.norm import RmsNorm
 
 
 class Mlp:
@@ -15,7 +16,7 @@ class Mlp:
         self._gate_up = ops.pack_linear(gate_up)
         self._down = ops.pack_linear(down)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden]`` normalised input -> residual + MLP, ``[T, hidden]``."""
-        hidden = self._ops.swiglu(self._ops.linear(x, self._gate_up))
-        return self._ops.linear(hidden, self._down, residual)
+    def forward(self, x: Array, norm: RmsNorm) -> Array:
+        """``[T, hidden]`` -> x + MLP(norm(x)), ``[T, hidden]``."""
+        gate_up = self._ops.norm_linear(x, norm.packed, self._gate_up)
+        return self._ops.swiglu_linear_add(gate_up, self._down, x)

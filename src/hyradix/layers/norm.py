@@ -8,13 +8,11 @@ from hyradix.kernels.ops import Ops
 
 
 class RmsNorm:
-    """weight: ``[C]``; where the checkpoint stores it zero-centred, 1 is already added."""
+    """weight: ``[C]``; where the checkpoint stores it zero-centred, 1 is already added.
+
+    A norm always stands before a projection and is computed with it: ``packed`` goes to
+    ``Ops.norm_linear``.
+    """
 
     def __init__(self, ops: Ops, weight: torch.Tensor, eps: float) -> None:
-        self._ops = ops
-        self._weight = weight.float().contiguous()
-        self._eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, C]`` -> ``[T, C]`` float32."""
-        return self._ops.rms_norm(x, self._weight, self._eps)
+        self.packed = ops.pack_norm(weight.float(), eps)

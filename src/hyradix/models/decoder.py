@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
-from hyradix.kernels.ops import Ops
+from hyradix.kernels.ops import Array, Ops
 from hyradix.kernels.rotary.reference import rotary_table
 from hyradix.layers.attention import GatedAttention
 from hyradix.layers.context import ForwardContext
@@ -76,10 +78,9 @@ class DecoderLayer:
     mlp_norm: RmsNorm
     mlp: Mlp
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, x: Array, context: ForwardContext) -> Array:
         """``[T, hidden]`` -> ``[T, hidden]``."""
-        x = self.mixer.forward(self.input_norm.forward(x), x, context)
-        return self.mlp.forward(self.mlp_norm.forward(x), x)
+        return self.mlp.forward(self.mixer.forward(x, self.input_norm, context), self.mlp_norm)
 
 
 class Decoder:
@@ -101,7 +102,7 @@ class Decoder:
         self._layers = layers
         self._norm = norm
 
-    def forward(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, token_ids: npt.NDArray[np.int32], context: ForwardContext) -> Array:
         """Token ids ``[T]`` -> hidden states ``[T, hidden]`` before the final norm.
 
         Effects: writes the KV slots and state slots that ``context`` names.
@@ -113,16 +114,16 @@ class Decoder:
 
     def warm_up(self, context: ForwardContext) -> None:
         """Run one layer of each kind and the head: all kernels that there are."""
-        tokens = torch.zeros(len(context.queries.positions), dtype=torch.int32)
+        tokens = np.zeros(len(context.queries.positions), np.int32)
         x = self._embedding.embed(tokens)
         for kind in ("attention", "recurrent"):
             if kind in self.config.layers:
                 self._layers[self.config.layers.index(kind)].forward(x, context)
         self.logits(x)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Array) -> torch.Tensor:
         """``[M, hidden]`` of ``forward`` -> float32 ``[M, vocab]``."""
-        return self._embedding.logits(self._norm.forward(hidden))
+        return self._embedding.logits(hidden, self._norm)
 
 
 class DecoderBuilder:

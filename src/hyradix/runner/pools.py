@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.kernels.ops import Ops
 from hyradix.layers.context import LayerMemory
 from hyradix.models.config import ModelConfig
 from hyradix.request import StateOp, StateOpKind
@@ -44,12 +45,12 @@ class KVPool:
 
 
 class StatePool:
-    """recurrent: ``float32[L_r, num_states + 1, Hv, dk, dv]``; conv: ``[.., C, K-1]``."""
+    """recurrent: ``float32[L_r, num_states + 1, Hv, dk, dv]``; conv: ``[.., K-1, C]``."""
 
     def __init__(self, model: ModelConfig, num_slots: int) -> None:
         lead = (model.num_recurrent_layers, num_slots + 1)
         self.recurrent = torch.empty(*lead, model.num_v_heads, model.k_dim, model.v_dim)
-        self.conv = torch.empty(*lead, model.conv_channels, model.conv_width - 1)
+        self.conv = torch.empty(*lead, model.conv_width - 1, model.conv_channels)
         self.tensors: tuple[torch.Tensor, ...] = (self.recurrent, self.conv)
         """All that makes up a state; dimension 1 is the slot."""
 
@@ -78,14 +79,14 @@ class StatePool:
 class Pools:
     """Both pools of one engine, and the views by layer that a forward works on."""
 
-    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
+    def __init__(self, model: ModelConfig, config: EngineConfig, ops: Ops) -> None:
         self.kv = KVPool(model, config.num_kv_slots)
         self.states = StatePool(model, config.num_states)
         assert self.kv.num_bytes == config.kv_pool_bytes, "KV bytes were computed wrongly"
         assert self.states.num_bytes == config.state_pool_bytes, "state bytes were computed wrongly"
         self.memory = LayerMemory(
-            k=self.kv.k.unbind(),
-            v=self.kv.v.unbind(),
-            conv=self.states.conv.unbind(),
-            recurrent=self.states.recurrent.unbind(),
+            k=tuple(map(ops.view, self.kv.k)),
+            v=tuple(map(ops.view, self.kv.v)),
+            conv=tuple(map(ops.view, self.states.conv)),
+            recurrent=tuple(map(ops.view, self.states.recurrent)),
         )

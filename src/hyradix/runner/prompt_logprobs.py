@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hyradix.kernels.ops import Array
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, PromptLogprobs, ScheduledBatch, TokenLogprobs
 from hyradix.runner.request_table import RequestTable
@@ -32,7 +33,7 @@ class LogprobsOf(Protocol):
 
 def prompt_logprobs(
     batch: ScheduledBatch,
-    hidden: torch.Tensor,
+    hidden: Array,
     table: RequestTable,
     model: Decoder,
     sampler: LogprobsOf,
@@ -57,7 +58,7 @@ def prompt_logprobs(
 
 
 def _in_pieces(
-    hidden: torch.Tensor, ids: Int32Array, num_top: int, model: Decoder, sampler: LogprobsOf
+    hidden: Array, ids: Int32Array, num_top: int, model: Decoder, sampler: LogprobsOf
 ) -> TokenLogprobs:
     size = max(1, MAX_LOGITS // model.config.vocab_size)
     pieces = [

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.kernels.ops import Array
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
 from hyradix.request import (
@@ -38,7 +39,7 @@ from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs
 from hyradix.runner.request_table import RequestTable
 
-HiddenHook = Callable[[ScheduledBatch, torch.Tensor], None]
+HiddenHook = Callable[[ScheduledBatch, Array], None]
 
 
 class SampleResult(Protocol):
@@ -89,7 +90,7 @@ class ModelRunner:
         on_hidden: HiddenHook | None = None,
     ) -> None:
         model.ops.set_num_threads(config.num_threads)
-        self.pools = Pools(model.config, config)
+        self.pools = Pools(model.config, config, model.ops)
         self.table = RequestTable(config)
         self._model = model
         self._sampler = sampler
@@ -131,8 +132,7 @@ class ModelRunner:
         if batch.num_rows == 0:
             return _nothing(batch.step)
         prepared = prepare(batch, self.table)
-        tokens = torch.from_numpy(prepared.token_ids)
-        hidden = self._model.forward(tokens, self._context(prepared))
+        hidden = self._model.forward(prepared.token_ids, self._context(prepared))
         if self._on_hidden is not None:
             self._on_hidden(batch, hidden)
         prompts = prompt_logprobs(batch, hidden, self.table, self._model, self._sampler)
@@ -162,7 +162,7 @@ class ModelRunner:
         self,
         batch: ScheduledBatch,
         prepared: PreparedBatch,
-        hidden: torch.Tensor,
+        hidden: Array,
         prompts: tuple[PromptLogprobs, ...],
     ) -> StepOutput:
         """Sample where the batch says so and put the tokens in the table."""
@@ -171,7 +171,7 @@ class ModelRunner:
             return _nothing(batch.step, prompts)
         last = prepared.states.cu_seqlens[1:][index] - 1
         if len(last) < hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.from_numpy(last))
+            hidden = self._model.ops.select(hidden, last)
         rows = prepared.queries.rows[index]
         positions = batch.starts[index] + batch.num_tokens[index]
         result = self._sampler.sample(

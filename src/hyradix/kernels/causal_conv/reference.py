@@ -17,11 +17,11 @@ def causal_conv(
     """silu(convolution) of one sequence that goes on from ``window``.
 
     Args:
-        x: ``[n, C]`` new inputs. weight: ``[C, K]``. window: ``[C, K-1]``.
+        x: ``[n, C]`` new inputs. weight: ``[C, K]``. window: ``[K-1, C]``.
 
-    Returns: ``[n, C]``, and all raw columns ``[C, K-1+n]``: the window after m tokens is
-    ``columns[:, m : m + K - 1]``.
+    Returns: ``[n, C]``, and all raw inputs ``[K-1+n, C]``: the window after m tokens is
+    ``inputs[m : m + K - 1]``.
     """
-    columns = torch.cat([window.to(x.dtype), x.T], dim=1)  # [C, K-1+n]
-    y = F.conv1d(columns.unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])
-    return F.silu(y.squeeze(0).T), columns
+    inputs = torch.cat([window, x])  # [K-1+n, C]
+    y = F.conv1d(inputs.T.unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])
+    return F.silu(y.squeeze(0).T), inputs

@@ -11,7 +11,6 @@ Invariants:
   and describes the shapes.
 Read next: ``reference.py``.
 """
-# ruff: noqa: PLR0913
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from hyradix.kernels.numba_support import compiled, sigmoid32, silu32
 from hyradix.kernels.simd import (
     LANES,
     at,
-    put,
     vadd,
     vfma,
     vload,
@@ -64,26 +62,24 @@ def _copy(source, s, target, t, count):
 
 
 @compiled()
-def _window_out(window, newest, width, channels, conv_state, base, segments):
-    """Ring [K, channels] -> pool columns [C, K-1] at flat ``base``, oldest first."""
+def _window_out(window, newest, width, channels, conv_state, base, stride, segments):
+    """Ring [K, channels] -> pool rows [K-1, C] at flat ``base``, oldest first."""
     for j in range(width - 1):
         source = ((newest + 2 + j) % width) * channels
         for segment in range(3):
             start, count = segments[segment, 0], segments[segment, 1]
-            for c in range(count):
-                put(conv_state, base + (start + c) * (width - 1) + j, at(window, source + c))
+            _copy(window, source, conv_state, base + j * stride + start, count)
             source += count
 
 
 @compiled()
-def _window_in(window, width, channels, conv_state, base, segments):
-    """Pool columns [C, K-1] -> ring rows 0..K-2; row K-1 is where the newest goes."""
+def _window_in(window, width, channels, conv_state, base, stride, segments):
+    """Pool rows [K-1, C] -> ring rows 0..K-2; row K-1 is where the newest goes."""
     for j in range(width - 1):
         target = j * channels
         for segment in range(3):
             start, count = segments[segment, 0], segments[segment, 1]
-            for c in range(count):
-                put(window, target + c, at(conv_state, base + (start + c) * (width - 1) + j))
+            _copy(conv_state, base + j * stride + start, window, target, count)
             target += count
 
 
@@ -170,8 +166,9 @@ def _save(state, conv_state, slot, target, group, size, window, newest, width, c
     num_v_heads = state.shape[1]
     stride = num_v_heads * state.shape[2] * state.shape[3]
     _copy(state, slot * stride + group * size, state, target * stride + group * size, size)
-    base = target * conv_state.shape[1] * conv_state.shape[2]
-    _window_out(window, newest, width, channels, conv_state, base, segments)
+    row = conv_state.shape[2]
+    base = target * conv_state.shape[1] * row
+    _window_out(window, newest, width, channels, conv_state, base, row, segments)
 
 
 @compiled()
@@ -192,8 +189,9 @@ def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, co
     window = np.empty(width * channels, np.float32)
     mixed = np.empty(channels, np.float32)
     o, gate = np.empty(dv, np.float32), np.empty(dv, np.float32)
-    conv_base = slot * conv_state.shape[1] * conv_state.shape[2]
-    _window_in(window, width, channels, conv_state, conv_base, segments)
+    row = conv_state.shape[2]
+    conv_base = slot * conv_state.shape[1] * row
+    _window_in(window, width, channels, conv_state, conv_base, row, segments)
     newest = width - 1
     for t in range(first, last):
         token = t * projected.shape[1]
@@ -219,7 +217,7 @@ def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, co
         newest = (newest + 1) % width
     if last > first:
         newest = (newest + width - 1) % width
-        _window_out(window, newest, width, channels, conv_state, conv_base, segments)
+        _window_out(window, newest, width, channels, conv_state, conv_base, row, segments)
 
 
 @compiled()

@@ -67,7 +67,7 @@ def mix(
 
     Args:
         projected: ``[T, C + Hv dv + 2 Hv]``: q k v, then z, b, a.
-        conv_state: ``[slots, C, K-1]``. state: ``[slots, Hv, dk, dv]``.
+        conv_state: ``[slots, K-1, C]``. state: ``[slots, Hv, dk, dv]``.
 
     Returns: ``[T, Hv dv]``, before the output projection.
     """
@@ -82,12 +82,12 @@ def mix(
             projected[first:last], weights, conv_state[slot], state[slot], save_at
         )
         out[first:last] = o
-        width = conv_state.shape[2]
+        width = conv_state.shape[1]
         for count, target, value in zip(save_at, batch.save_slots[saves].tolist(), saved, strict=True):
             state[target] = value
-            conv_state[target] = columns[:, count : count + width]
+            conv_state[target] = columns[count : count + width]
         state[slot] = final
-        conv_state[slot] = columns[:, last - first :]
+        conv_state[slot] = columns[last - first :]
     return out
 
 

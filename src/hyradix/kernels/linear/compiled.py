@@ -10,10 +10,13 @@ Read next: ``tile.py``.
 from __future__ import annotations
 
 import llvmlite.binding as llvm
+import numpy as np
 from numba import prange
 
 from hyradix.kernels.linear.tile import dot_tile
 from hyradix.kernels.numba_support import compiled
+from hyradix.kernels.rms_norm.compiled import rms_norm_serial
+from hyradix.kernels.swiglu.compiled import swiglu_serial
 
 MAX_ROWS = 32
 """Above this many rows a BLAS is faster."""
@@ -69,12 +72,39 @@ def multiply(weight, x, out):
 
 
 @compiled(parallel=True)
+def norm_multiply(x, norm_weight, eps, weight, out):
+    """``multiply`` of rms_norm(x)."""
+    normed = np.empty(x.shape, np.float32)
+    rms_norm_serial(x, norm_weight, eps, normed)
+    total = weight.shape[0]
+    for block in prange((total + _BLOCK - 1) // _BLOCK):
+        _cover(weight, block * _BLOCK, min(total, (block + 1) * _BLOCK), normed, out)
+
+
+@compiled()
+def _add(residual, first, last, out):
+    for m in range(out.shape[0]):
+        for r in range(first, last):
+            out[m, r] += residual[m, r]
+
+
+@compiled(parallel=True)
 def multiply_add(weight, x, residual, out):
     """``multiply`` plus ``residual`` ``[M, O]``."""
     total = weight.shape[0]
     for block in prange((total + _BLOCK - 1) // _BLOCK):
         last = min(total, (block + 1) * _BLOCK)
         _cover(weight, block * _BLOCK, last, x, out)
-        for m in range(x.shape[0]):
-            for r in range(block * _BLOCK, last):
-                out[m, r] += residual[m, r]
+        _add(residual, block * _BLOCK, last, out)
+
+
+@compiled(parallel=True)
+def swiglu_multiply_add(gate_up, weight, residual, out):
+    """``multiply_add`` of swiglu(gate_up)."""
+    x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+    swiglu_serial(gate_up, x)
+    total = weight.shape[0]
+    for block in prange((total + _BLOCK - 1) // _BLOCK):
+        last = min(total, (block + 1) * _BLOCK)
+        _cover(weight, block * _BLOCK, last, x, out)
+        _add(residual, block * _BLOCK, last, out)
