@@ -17,9 +17,11 @@ from hyradix.kernels.simd import (
     LANES,
     at,
     put,
+    vadd,
     vfma,
     vload,
     vload_first,
+    vmul,
     vset,
     vstore,
     vstore_first,
@@ -91,36 +93,57 @@ def prepare_parallel(projected, positions, slots, q_norm, k_norm, eps, angles, k
 
 
 @compiled()
-def _decode_head(q, query, slots, length, k_pool, v_pool, scores, out, place):
-    """out.flat[place:] = softmax(q k^T / sqrt(D)) v for one query head over ``length`` slots.
-
-    ``query`` is the head's place in q; k_pool and v_pool are [slots, Hkv, D] views whose head
-    offset is in ``slots`` already (flat places of the head's vectors).
-    """
-    dim = k_pool.shape[2]
-    scale = _ONE / np.sqrt(np.float32(dim))
-    most = np.float32(-np.inf)
-    for j in range(length):
-        total = vset(_ZERO)
+def _scores(q, query, keys, places, length, dim, scores):
+    """scores[j] = q . keys[places[j]] for one query head; four keys at a time hide latency."""
+    whole = length - length % 4
+    for j in range(0, whole, 4):
+        p0, p1, p2, p3 = places[j], places[j + 1], places[j + 2], places[j + 3]
+        t0, t1, t2, t3 = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
         for c in range(0, dim, LANES):
             count = dim - c
-            total = vfma(_load(q, query + c, count), _load(k_pool, slots[j] + c, count), total)
-        score = vsum(total) * scale
-        scores[j] = score
-        if score > most:
-            most = score
-    total_weight = _ZERO
+            x = _load(q, query + c, count)
+            t0 = vfma(x, _load(keys, p0 + c, count), t0)
+            t1 = vfma(x, _load(keys, p1 + c, count), t1)
+            t2 = vfma(x, _load(keys, p2 + c, count), t2)
+            t3 = vfma(x, _load(keys, p3 + c, count), t3)
+        scores[j], scores[j + 1] = vsum(t0), vsum(t1)
+        scores[j + 2], scores[j + 3] = vsum(t2), vsum(t3)
+    for j in range(whole, length):
+        t0 = vset(_ZERO)
+        for c in range(0, dim, LANES):
+            count = dim - c
+            t0 = vfma(_load(q, query + c, count), _load(keys, places[j] + c, count), t0)
+        scores[j] = vsum(t0)
+
+
+@compiled()
+def _softmax(scores, length, scale):
+    """scores <- exp(scale (scores - max)); returns their sum."""
+    most = np.float32(-np.inf)
     for j in range(length):
-        scores[j] = exp32(scores[j] - most)
+        most = max(most, scores[j])
     for j in range(length):
-        total_weight += scores[j]
-    by = vset(_ONE / total_weight)
+        scores[j] = exp32((scores[j] - most) * scale)
+    total = _ZERO
+    for j in range(length):
+        total += scores[j]
+    return total
+
+
+@compiled()
+def _weigh(scores, values, places, length, dim, factor, out, place):
+    """out[place:] = factor * sum_j scores[j] values[places[j]], two running sums."""
+    by = vset(factor)
     for c in range(0, dim, LANES):
         count = dim - c
-        total = vset(_ZERO)
-        for j in range(length):
-            total = vfma(vset(at(scores, j)), _load(v_pool, slots[j] + c, count), total)
-        total = vfma(total, by, vset(_ZERO))
+        even, odd = vset(_ZERO), vset(_ZERO)
+        for j in range(0, length - 1, 2):
+            even = vfma(vset(at(scores, j)), _load(values, places[j] + c, count), even)
+            odd = vfma(vset(at(scores, j + 1)), _load(values, places[j + 1] + c, count), odd)
+        if length % 2:
+            last = length - 1
+            even = vfma(vset(at(scores, last)), _load(values, places[last] + c, count), even)
+        total = vmul(vadd(even, odd), by)
         if count >= LANES:
             vstore(out, place + c, total)
         else:
@@ -139,10 +162,13 @@ def _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, proje
     for j in range(length):
         slots[j] = (np.int64(kv_table[rows[i], j]) * kv_heads + kv_head) * dim
     scores = np.empty(length, np.float32)
+    scale = _ONE / np.sqrt(np.float32(dim))
     gates = t * projected.shape[1] + (heads + 2 * kv_heads) * dim
     for h in range(kv_head * group, (kv_head + 1) * group):
         place = (t * heads + h) * dim
-        _decode_head(q, place, slots, length, k_pool, v_pool, scores, out, place)
+        _scores(q, place, k_pool, slots, length, dim, scores)
+        total = _softmax(scores, length, scale)
+        _weigh(scores, v_pool, slots, length, dim, _ONE / total, out, place)
         for c in range(dim):
             gate = sigmoid32(at(projected, gates + h * dim + c))
             put(out, place + c, at(out, place + c) * gate)

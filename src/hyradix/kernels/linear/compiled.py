@@ -37,28 +37,37 @@ def _cover(weight, first, last, x, out):
     while m + 8 <= count:
         r = first
         while r + 3 <= last:
-            dot_tile(3, 8, 0, weight, r * size, x, m * size, size, out, out, m * stride + r, stride)
+            dot_tile(3, 8, weight, r * size, x, m * size, size, out, m * stride + r, stride)
             r += 3
         while r < last:
-            dot_tile(1, 8, 0, weight, r * size, x, m * size, size, out, out, m * stride + r, stride)
+            dot_tile(1, 8, weight, r * size, x, m * size, size, out, m * stride + r, stride)
             r += 1
         m += 8
     while m + 4 <= count:
         r = first
         while r + 6 <= last:
-            dot_tile(6, 4, 0, weight, r * size, x, m * size, size, out, out, m * stride + r, stride)
+            dot_tile(6, 4, weight, r * size, x, m * size, size, out, m * stride + r, stride)
             r += 6
         while r < last:
-            dot_tile(1, 4, 0, weight, r * size, x, m * size, size, out, out, m * stride + r, stride)
+            dot_tile(1, 4, weight, r * size, x, m * size, size, out, m * stride + r, stride)
             r += 1
         m += 4
+    while m + 2 <= count:
+        r = first
+        while r + 8 <= last:
+            dot_tile(8, 2, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 8
+        while r < last:
+            dot_tile(1, 2, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 1
+        m += 2
     while m < count:
         r = first
         while r + 8 <= last:
-            dot_tile(8, 1, 0, weight, r * size, x, m * size, size, out, out, m * stride + r, stride)
+            dot_tile(8, 1, weight, r * size, x, m * size, size, out, m * stride + r, stride)
             r += 8
         while r < last:
-            dot_tile(1, 1, 0, weight, r * size, x, m * size, size, out, out, m * stride + r, stride)
+            dot_tile(1, 1, weight, r * size, x, m * size, size, out, m * stride + r, stride)
             r += 1
         m += 1
 

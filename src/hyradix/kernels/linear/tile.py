@@ -64,46 +64,39 @@ def _accumulate(builder: Any, w: list[Any], x: list[Any], sums: list[Any], k: An
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[misc]
-def dot_tile(  # noqa: PLR0913
-    typingctx: Any, rows: Any, columns: Any, add: Any, weight: Any, w: Any, x: Any, x_index: Any,
-    size: Any, residual: Any, out: Any, out_index: Any, out_stride: Any,
+def dot_tile(
+    typingctx: Any, rows: Any, columns: Any, weight: Any, w: Any, x: Any, x_index: Any,
+    size: Any, out: Any, out_index: Any, out_stride: Any,
 ) -> Any:  # fmt: skip
-    """out[o + m * out_stride + r] = sum_k weight[w + r * size + k] * x[x_index + m * size + k].
+    """out[out_index + m * out_stride + r] = sum_k weight[w + r * size + k] * x[x_index + m * size + k].
 
-    ``rows`` R, ``columns`` M and ``add`` (1: plus ``residual`` at the same place) are literals; the
-    weight is float32, or bfloat16 seen as uint16. All places are flat.
+    ``rows`` R and ``columns`` M are literals; the weight is float32, or bfloat16 seen as uint16.
+    All places are flat.
     """
     num_rows, num_columns = rows.literal_value, columns.literal_value
     is_bf16 = weight.dtype == types.uint16
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
-        size_value = args[7]
-        w_base = flat_pointer(context, builder, kinds[3], args[3], args[4])
-        x_base = flat_pointer(context, builder, kinds[5], args[5], args[6])
-        intp = size_value.type
-        w_rows = [builder.gep(w_base, [builder.mul(size_value, intp(r))]) for r in range(num_rows)]
-        x_rows = [builder.gep(x_base, [builder.mul(size_value, intp(m))]) for m in range(num_columns)]
-        ahead = builder.mul(size_value, intp(num_rows))  # the same place of the next tile
-        sums = _loop(builder, w_rows, x_rows, size_value, is_bf16, ahead)
+        stride = args[6]
+        intp = stride.type
+        w_base = flat_pointer(context, builder, kinds[2], args[2], args[3])
+        x_base = flat_pointer(context, builder, kinds[4], args[4], args[5])
+        w_rows = [builder.gep(w_base, [builder.mul(stride, intp(r))]) for r in range(num_rows)]
+        x_rows = [builder.gep(x_base, [builder.mul(stride, intp(m))]) for m in range(num_columns)]
+        ahead = builder.mul(stride, intp(num_rows))  # the same place of the next tile
+        sums = _loop(builder, w_rows, x_rows, stride, is_bf16, ahead)
         for r, m in product(range(num_rows), range(num_columns)):
-            total = call(
-                builder, "llvm.vector.reduce.fadd.v16f32", _FLOAT,
-                [_FLOAT(0.0), sums[r * num_columns + m]], fastmath=("reassoc",),
-            )  # fmt: skip
-            place = builder.add(args[10], builder.mul(args[11], intp(m)))
+            arguments = [_FLOAT(0.0), sums[r * num_columns + m]]
+            reduce = "llvm.vector.reduce.fadd.v16f32"
+            total = call(builder, reduce, _FLOAT, arguments, fastmath=("reassoc",))
+            place = builder.add(args[8], builder.mul(args[9], intp(m)))
             place = builder.add(place, intp(r))
-            if add.literal_value:
-                old = builder.load(flat_pointer(context, builder, kinds[8], args[8], place))
-                total = builder.fadd(total, old)
-            builder.store(total, flat_pointer(context, builder, kinds[9], args[9], place))
+            builder.store(total, flat_pointer(context, builder, kinds[7], args[7], place))
         return context.get_dummy_value()
 
     intp = types.intp
-    signature = types.none(
-        rows, columns, add, weight, intp, x, intp, intp, residual, out, intp, intp
-    )
-    return signature, codegen
+    return types.none(rows, columns, weight, intp, x, intp, intp, out, intp, intp), codegen
 
 
 def _loop(builder: Any, w: list[Any], x: list[Any], size: Any, is_bf16: bool, ahead: Any) -> list[Any]:
