@@ -1,6 +1,4 @@
-"""``python -m hyradix``: the same as the ``hyradix`` command."""
-
-from __future__ import annotations
+"""``python -m hyradix``: the ``hyradix`` command where no script was installed."""
 
 from hyradix.server.cli import main
 
