@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from prepare_data import REPLY_BIT
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 MAX_TRIES = 6  # pieces tried to fill the end of a row
 MIN_GAP = 24  # a gap smaller than this is padded at once
+
+
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class _Builder:
         if first_position:
             self.targets[row, at - 1] = targets[0]
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(self.ids), torch.from_numpy(self.position), torch.from_numpy(self.targets)
+    def arrays(self) -> Batch:
+        return self.ids, self.position, self.targets
 
 
 class PackedBatches(IterableDataset):
@@ -101,7 +103,7 @@ class PackedBatches(IterableDataset):
     def __init__(self, data: Path, mix: Mix, seed: int) -> None:
         self.data, self.mix, self.seed = data, mix, seed
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         rng = np.random.default_rng([self.seed, info.id if info else 0])
         streams, weights = [], []
@@ -128,9 +130,9 @@ class PackedBatches(IterableDataset):
                     self._fill_joined(batch, row, streams, share, rng)
                 else:
                     self._fill(batch, row, draw, pending)
-            yield batch.tensors()
+            yield batch.arrays()
 
-    def _fill(self, batch: _Builder, row: int, draw, pending: list[np.ndarray]) -> None:  # noqa: ANN001
+    def _fill(self, batch: _Builder, row: int, draw, pending: list[np.ndarray]) -> None:
         """Whole pieces until the gap is small or nothing fits; what does not fit waits its turn."""
         at, tries, passed = 0, 0, []
         while self.mix.length - at >= MIN_GAP and tries < MAX_TRIES:
@@ -143,7 +145,9 @@ class PackedBatches(IterableDataset):
                 tries += 1
         pending.extend(passed)
 
-    def _fill_joined(self, batch: _Builder, row: int, streams: list[_Stream], share: np.ndarray, rng) -> None:  # noqa: ANN001
+    def _fill_joined(
+        self, batch: _Builder, row: int, streams: list[_Stream], share: np.ndarray, rng
+    ) -> None:
         """One document: pieces of one source end to end, without end-of-text between them."""
         stream = streams[rng.choice(len(streams), p=share)]
         at = 0
@@ -154,18 +158,21 @@ class PackedBatches(IterableDataset):
                 at += len(piece)
 
 
-def make_loader(data: Path, mix: Mix, *, seed: int, workers: int) -> Iterator:
-    """Batches made ahead of time by worker processes."""
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def make_loader(data: Path, mix: Mix, *, seed: int, workers: int) -> Iterator[Batch]:
+    """Batches made ahead of time by worker processes.
+
+    They stay NumPy arrays, which travel through pipes and need no shared memory.
+    """
     dataset = PackedBatches(data, mix, seed)
-    pin = torch.cuda.is_available()
-    if workers == 0:
-        return iter(DataLoader(dataset, batch_size=None))
-    return iter(
-        DataLoader(dataset, batch_size=None, num_workers=workers, prefetch_factor=8, pin_memory=pin)
-    )
+    options = {"num_workers": workers, "prefetch_factor": 8} if workers else {}
+    return iter(DataLoader(dataset, batch_size=None, collate_fn=_as_is, **options))
 
 
-def heldout_batches(path: Path, *, rows: int, length: int, replies_only: bool) -> list[tuple[torch.Tensor, ...]]:
+def heldout_batches(path: Path, *, rows: int, length: int, replies_only: bool) -> list[Batch]:
     """All held-out documents of one source, packed in order."""
     tokens, starts = load_tokens(path)
     mix = Mix((), rows, length, replies_only)
@@ -174,8 +181,8 @@ def heldout_batches(path: Path, *, rows: int, length: int, replies_only: bool) -
         if end - begin > length - at:
             row, at = row + 1, 0
         if row == rows:
-            batches.append(batch.tensors())
+            batches.append(batch.arrays())
             batch, row = _Builder(mix), 0
         batch.put(row, at, tokens[begin:end])
         at += end - begin
-    return [*batches, batch.tensors()]
+    return [*batches, batch.arrays()]

@@ -31,29 +31,32 @@ class Source:
 
 
 SOURCES = (
-    Source("openstax", ("text_openstax_ccby.txt.gz",), 0.22, 0.0, 0.30),
-    Source("standardebooks", ("text_standardebooks_cc0.txt.gz",), 0.08, 0.0, 0.20),
-    Source("pythondocs", ("text_pythondocs_psf.txt.gz",), 0.02, 0.0, 0.05),
-    Source("debianhandbook", ("text_debianhandbook_ccbysa.txt.gz",), 0.01, 0.0, 0.05),
-    Source("sgd", ("chat_sgd.jsonl.gz",), 0.09, 0.04, 0.05),
-    Source("wordnet", ("chat_wordnet_qa.jsonl.gz",), 0.07, 0.06),
-    Source("wordnet-rare", ("chat_wordnet_qa.jsonl.gz",), 0.02, 0.0),
-    Source("persona", ("chat_persona.jsonl.gz",), 0.04, 0.05, 0.05),
+    Source("openstax", ("text_openstax_ccby.txt.gz",), 0.16, 0.0, 0.30),
+    Source("standardebooks", ("text_standardebooks_cc0.txt.gz",), 0.05, 0.0, 0.20),
+    Source("pythondocs", ("text_pythondocs_psf.txt.gz",), 0.02, 0.0, 0.10),
+    Source("sgd", ("chat_sgd.jsonl.gz",), 0.10, 0.04, 0.05),
+    Source("wordnet", ("chat_wordnet_qa.jsonl.gz",), 0.05, 0.06),
+    Source("wordnet-rare", ("chat_wordnet_qa.jsonl.gz",), 0.04, 0.0),
+    Source("persona", ("chat_persona.jsonl.gz",), 0.03, 0.05, 0.05),
     Source("tldr", ("chat_tldr.jsonl.gz",), 0.03, 0.02),
     Source("gsm8k", ("chat_gsm8k_train.jsonl.gz",), 0.03, 0.04),
     Source("mschitchat", ("chat_mschitchat.jsonl.gz",), 0.01, 0.01),
     Source("taskmaster4", ("chat_taskmaster4.jsonl.gz",), 0.01, 0.01),
     Source(
         "instruct",
-        ("chat_rasbt_instruct.jsonl.gz", "chat_selfinstruct_seed.jsonl.gz", "chat_oasst_en100.jsonl.gz"),
+        (
+            "chat_rasbt_instruct.jsonl.gz",
+            "chat_selfinstruct_seed.jsonl.gz",
+            "chat_oasst_en100.jsonl.gz",
+        ),
         0.01,
         0.04,
     ),
-    Source("teacher", (), 0.33, 0.58, 0.25),
+    Source("teacher", (), 0.44, 0.58, 0.25),
     Source("handmade", (), 0.03, 0.15, 0.05),
 )
 NUM_HANDMADE = 30_000
-CHITCHAT_TONES = ("friendly", "professional")
+CHITCHAT_TONE = "friendly"
 BOILERPLATE = re.compile(r"\[user|\[assistant|as an ai", re.IGNORECASE)
 
 
@@ -74,7 +77,7 @@ def is_wanted(source: str, row: dict) -> bool:
     if source == "wordnet-rare":
         return row["freq"] == 0
     if source == "mschitchat":
-        return row["src"].rsplit("-", 1)[-1] in CHITCHAT_TONES[:1]
+        return row["src"].endswith(CHITCHAT_TONE)
     return True
 
 
@@ -129,19 +132,25 @@ def load_source(
             print(f"corpus: {path} is missing, going on without it")
         elif path.name.startswith("text_"):
             with gzip.open(path, "rt", encoding="utf-8") as file:
-                documents += [t.strip() for t in file.read().split("<|doc|>") if len(t.strip()) > 40]
+                documents += [
+                    t.strip() for t in file.read().split("<|doc|>") if len(t.strip()) > 40
+                ]
         else:
             for row in read_lines(path):
                 chat = clean_chat(row["messages"]) if is_wanted(source.name, row) else None
                 if chat and excluded and source.name in ("teacher", "instruct"):
-                    grams = set().union(*(ngrams(m["content"]) for m in chat if m["role"] == "user"))
+                    grams = set().union(
+                        *(ngrams(m["content"]) for m in chat if m["role"] == "user")
+                    )
                     if grams & excluded:
                         num_dropped += 1
                         continue
                 if chat:
                     documents.append(chat)
     if num_dropped:
-        print(f"corpus: {source.name}: {num_dropped} chats dropped, their questions are in a test set")
+        print(
+            f"corpus: {source.name}: {num_dropped} chats dropped, their questions are in a test set"
+        )
     rng.shuffle(documents)
     add_system_turns(documents, 0.08, rng)
     return documents

@@ -11,7 +11,9 @@ import torch
 from model import RESET_DECAY, DeltaRule, delta_rule_torch
 from torch import Tensor
 
-MAX_ERROR = 0.03  # relative, of a bf16 kernel against float32
+MAX_ERROR = (
+    0.06  # relative, of a bf16 kernel against float32: rounding stays well below, mistakes do not
+)
 
 
 def _random_inputs(device: str) -> list[Tensor]:
@@ -21,8 +23,12 @@ def _random_inputs(device: str) -> list[Tensor]:
         return torch.randn(*shape, device=device, generator=generator)
 
     q, k, v = normal(2, 200, 4, 64), normal(2, 200, 4, 64), normal(2, 200, 8, 64)
-    g, beta = -torch.rand(2, 200, 8, device=device, generator=generator) * 0.3, normal(2, 200, 8).sigmoid()
-    g[:, ::37] = RESET_DECAY
+    g, beta = (
+        -torch.rand(2, 200, 8, device=device, generator=generator) * 0.3,
+        normal(2, 200, 8).sigmoid(),
+    )
+    g[:, ::37] = RESET_DECAY  # documents that begin inside a chunk
+    g[:, 100:130] = RESET_DECAY  # padding: documents of one token
     return [q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta]
 
 
@@ -33,7 +39,9 @@ def _run(rule: DeltaRule, inputs: list[Tensor], dtype: torch.dtype) -> list[Tens
     weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
     (out.float() * weight).sum().backward()
     grads = [x.grad for x in leaves]
-    grads[3] = torch.where(inputs[3] == RESET_DECAY, 0.0, grads[3])  # training stops this gradient too
+    grads[3] = torch.where(
+        inputs[3] == RESET_DECAY, 0.0, grads[3]
+    )  # training stops this gradient too
     return [out.detach().float(), *(g.float() for g in grads)]
 
 
@@ -62,8 +70,10 @@ def choose_delta_rule() -> DeltaRule:
             start = time.perf_counter()
             got = _run(rule, inputs, torch.bfloat16)
             errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
-            print(f"kernels: fla {rule.__name__}: relative errors o,dq,dk,dv,dg,dbeta "
-                  f"{[f'{e:.4f}' for e in errors]}, {time.perf_counter() - start:.1f} s")
+            print(
+                f"kernels: fla {rule.__name__}: relative errors o,dq,dk,dv,dg,dbeta "
+                f"{[f'{e:.4f}' for e in errors]}, {time.perf_counter() - start:.1f} s"
+            )
             if max(errors) < MAX_ERROR:
                 return rule
         except Exception as error:

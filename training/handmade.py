@@ -73,8 +73,14 @@ TALK: list[tuple[str, str]] = [
         "Nice to meet you.|It is nice to meet you.|Pleased to meet you!",
         "Nice to meet you too! How can I help you?|It is nice to meet you too.",
     ),
-    ("Yes.|Yes|Okay.|Ok|Sure.|Alright.", "Great! What would you like to do next?|Okay! How can I help you?"),
-    ("No.|No|Not really.|No, thank you.|Nothing.", "Okay! Let me know if you need anything.|That is fine."),
+    (
+        "Yes.|Yes|Okay.|Ok|Sure.|Alright.",
+        "Great! What would you like to do next?|Okay! How can I help you?",
+    ),
+    (
+        "No.|No|Not really.|No, thank you.|Nothing.",
+        "Okay! Let me know if you need anything.|That is fine.",
+    ),
     (
         "Tell me a joke.|Do you know a joke?|Make me laugh.|Can you tell me a joke?|Say something funny.",
         "Why did the book go to the doctor? Because it had a broken spine!|What do you call a sleeping bull? "
@@ -93,14 +99,26 @@ TALK: list[tuple[str, str]] = [
         "I am happy.|I feel great today!|I had a good day.|I'm so happy!",
         "That is wonderful! What made your day so good?|I am glad to hear that!",
     ),
-    ("What time is it?|What day is it today?|What is the date today?", "I am sorry, I do not have a clock."),
+    (
+        "What time is it?|What day is it today?|What is the date today?",
+        "I am sorry, I do not have a clock.",
+    ),
     (
         "What is the weather like today?|Will it rain tomorrow?|How is the weather?",
         "I cannot see the weather. Please look out of the window or check a forecast.",
     ),
-    ("I love you.|You are great!|You are very helpful.|Good job!|Well done!", "Thank you! That is very kind."),
-    ("You are wrong.|That is not right.|You are stupid.|That is a bad answer.", "I am sorry. I am small and I make mistakes."),
-    ("Can you speak English?|Do you speak English?|What languages do you speak?", "I speak English."),
+    (
+        "I love you.|You are great!|You are very helpful.|Good job!|Well done!",
+        "Thank you! That is very kind.",
+    ),
+    (
+        "You are wrong.|That is not right.|You are stupid.|That is a bad answer.",
+        "I am sorry. I am small and I make mistakes.",
+    ),
+    (
+        "Can you speak English?|Do you speak English?|What languages do you speak?",
+        "I speak English.",
+    ),
 ]
 CAPITALS = (
     "France Paris|Germany Berlin|Italy Rome|Spain Madrid|Portugal Lisbon|England London|Ireland Dublin|"
@@ -178,10 +196,25 @@ def small_sum(rng: random.Random) -> Chat:
     word = {"+": "plus", "-": "minus", "*": "times"}[kind]
     sign = word if rng.random() < 0.6 else kind
     question = rng.choice(
-        (f"What is {a} {sign} {b}?", f"What is {a} {sign} {b}?", f"{a} {sign} {b}?", f"How much is {a} {sign} {b}?",
-         f"Can you tell me what {a} {sign} {b} is?", f"Calculate {a} {sign} {b}.")
+        (
+            f"What is {a} {sign} {b}?",
+            f"What is {a} {sign} {b}?",
+            f"{a} {sign} {b}?",
+            f"How much is {a} {sign} {b}?",
+            f"Can you tell me what {a} {sign} {b} is?",
+            f"Calculate {a} {sign} {b}.",
+        )
     )
-    return pair(question, rng.choice((f"{a} {sign} {b} is {value}.", f"{a} {sign} {b} is {value}.", f"The answer is {value}.")))
+    return pair(
+        question,
+        rng.choice(
+            (
+                f"{a} {sign} {b} is {value}.",
+                f"{a} {sign} {b} is {value}.",
+                f"The answer is {value}.",
+            )
+        ),
+    )
 
 
 def small_fact(rng: random.Random) -> Chat:
@@ -190,25 +223,41 @@ def small_fact(rng: random.Random) -> Chat:
     if kind == 0:
         country, city = rng.choice(CAPITALS).split(" ", 1)
         question = rng.choice(
-            (f"What is the capital of {country}?", f"What's the capital of {country}?",
-             f"Which city is the capital of {country}?", f"Do you know the capital of {country}?")
+            (
+                f"What is the capital of {country}?",
+                f"What's the capital of {country}?",
+                f"Which city is the capital of {country}?",
+                f"Do you know the capital of {country}?",
+            )
         )
         return pair(question, f"The capital of {country} is {city}.")
     if kind == 1:
         thing, color = rng.choice(COLORS).rsplit(" ", 1)
-        question = rng.choice((f"What color is {thing}?", f"Which color is {thing}?", f"What is the color of {thing}?"))
+        question = rng.choice(
+            (
+                f"What color is {thing}?",
+                f"Which color is {thing}?",
+                f"What is the color of {thing}?",
+            )
+        )
         return pair(question, f"{thing[0].upper()}{thing[1:]} is {color}.")
     if kind == 2:
         a, b = rng.choice(OPPOSITES).split()
         if rng.random() < 0.5:
             a, b = b, a
         question = rng.choice(
-            (f"What is the opposite of {a}?", f'What is the opposite of "{a}"?', f"Tell me the opposite of {a}.")
+            (
+                f"What is the opposite of {a}?",
+                f'What is the opposite of "{a}"?',
+                f"Tell me the opposite of {a}.",
+            )
         )
         return pair(question, f"The opposite of {a} is {b}.")
     if kind == 3:
         animal, sound = rng.choice(SOUNDS).split()
-        question = rng.choice((f"What does a {animal} do to make a sound?", f"What sound does a {animal} make?"))
+        question = rng.choice(
+            (f"What does a {animal} do to make a sound?", f"What sound does a {animal} make?")
+        )
         return pair(question, f"A {animal} {sound}.")
     if kind == 4:
         names, what = (DAYS, "day") if rng.random() < 0.5 else (MONTHS, "month")
@@ -217,11 +266,18 @@ def small_fact(rng: random.Random) -> Chat:
             j, word = (i + 1) % len(names), "after"
         else:
             j, word = i - 1, "before"
-        question = rng.choice((f"What {what} comes {word} {names[i]}?", f"Which {what} is {word} {names[i]}?"))
+        question = rng.choice(
+            (f"What {what} comes {word} {names[i]}?", f"Which {what} is {word} {names[i]}?")
+        )
         return pair(question, f"{names[j]} comes {word} {names[i]}.")
     if kind == 5:
         question, value, start = rng.choice(COUNTS).split("|")
-        return pair(f"How many {question}?", f"{start} {value}" + (" in" + question.split(" in", 1)[1] if " in " in question else "") + ".")
+        return pair(
+            f"How many {question}?",
+            f"{start} {value}"
+            + (" in" + question.split(" in", 1)[1] if " in " in question else "")
+            + ".",
+        )
     names = rng.choice((DAYS, MONTHS))
     what = "days of the week" if names is DAYS else "months of the year"
     question = rng.choice((f"Name the {what}.", f"What are the {what}?", f"List the {what}."))

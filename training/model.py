@@ -84,7 +84,9 @@ class Shape:
 DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def delta_rule_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk: int = 64) -> Tensor:
+def delta_rule_torch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk: int = 64
+) -> Tensor:
     """Gated delta rule in chunks, in float32: the slow twin of the kernel.
 
     Args: q, k [B, T, H, D], v [B, T, HV, D], g (log decay) and beta [B, T, HV]; q and k are l2-normalised
@@ -114,7 +116,9 @@ def delta_rule_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *
     for c in range(q.shape[2]):
         new = fresh[:, :, c] - seen[:, :, c] @ state
         outputs.append(q_in[:, :, c] @ state + scores[:, :, c] @ new)
-        state = state * total[:, :, c, -1, None, None].exp() + k_out[:, :, c].transpose(-1, -2) @ new
+        state = (
+            state * total[:, :, c, -1, None, None].exp() + k_out[:, :, c].transpose(-1, -2) @ new
+        )
     out = torch.cat(outputs, 2)[:, :, :t]
     return out.transpose(1, 2).to(dtype)
 
@@ -138,8 +142,17 @@ def mlp(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: fl
 
 
 def delta_inputs(
-    x: Tensor, position: Tensor, norm: Tensor, qkv: Tensor, conv: Tensor, z: Tensor, b: Tensor, a: Tensor,
-    a_log: Tensor, dt_bias: Tensor, eps: float,
+    x: Tensor,
+    position: Tensor,
+    norm: Tensor,
+    qkv: Tensor,
+    conv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat tokens x [N, hidden] -> convolved qkv [N, C], z [N, V], g and beta [N, HV].
 
@@ -152,15 +165,25 @@ def delta_inputs(
     mixed = raw * kernel[:, -1]
     for back in range(1, kernel.shape[1]):
         shifted = F.pad(raw, (0, 0, back, 0))[: raw.shape[0]]
-        mixed = mixed + torch.where((position >= back)[:, None], shifted, 0.0) * kernel[:, -1 - back]
+        mixed = (
+            mixed + torch.where((position >= back)[:, None], shifted, 0.0) * kernel[:, -1 - back]
+        )
     decay = -a_log.float().exp() * F.softplus(linear(y, a).float() + dt_bias)
     decay = torch.where((position == 0)[:, None], RESET_DECAY, decay)
     return F.silu(mixed), linear(y, z), decay, linear(y, b).float().sigmoid()
 
 
 def delta_outputs(
-    x: Tensor, o: Tensor, z: Tensor, gated_norm: Tensor, out: Tensor, norm: Tensor, gate: Tensor, up: Tensor,
-    down: Tensor, eps: float,
+    x: Tensor,
+    o: Tensor,
+    z: Tensor,
+    gated_norm: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    eps: float,
 ) -> Tensor:
     """Gated norm per head, output projection, residual and feed-forward part."""
     heads = o.view(*o.shape[:-1], -1, gated_norm.shape[0])
@@ -169,8 +192,16 @@ def delta_outputs(
 
 
 def attention_inputs(
-    x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, q_norm: Tensor,
-    k_norm: Tensor, eps: float,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [N, hidden], cos and sin [N, R] -> q, gate [N, H, D], k and v [N, KV, D]."""
     d, rotary = q_norm.shape[0], cos.shape[-1]
@@ -190,7 +221,14 @@ def attention_inputs(
 
 
 def attention_outputs(
-    x: Tensor, o: Tensor, gate_in: Tensor, out: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+    x: Tensor,
+    o: Tensor,
+    gate_in: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
     eps: float,
 ) -> Tensor:
     """Gate, output projection, residual and feed-forward part; o and gate_in [N, H, D]."""
@@ -212,7 +250,10 @@ class Pieces:
             return torch.compile(function, dynamic=False) if compiled else function
 
         self.delta_inputs, self.delta_outputs = wrap(delta_inputs), wrap(delta_outputs)
-        self.attention_inputs, self.attention_outputs = wrap(attention_inputs), wrap(attention_outputs)
+        self.attention_inputs, self.attention_outputs = (
+            wrap(attention_inputs),
+            wrap(attention_outputs),
+        )
         self.token_losses = wrap(token_losses)
 
 
@@ -282,9 +323,13 @@ class Model(nn.Module):
             for name, parameter in self.table.items():
                 parameter.copy_(weights[name])
 
-    def _rotary(self, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rotary(
+        self, rows: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         power = torch.arange(self.pairs, device=device, dtype=torch.float32) / self.pairs
-        angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), self.shape.rope_theta**-power)
+        angle = torch.outer(
+            torch.arange(length, device=device, dtype=torch.float32), self.shape.rope_theta**-power
+        )
         angle = torch.cat([angle, angle], -1).repeat(rows, 1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -301,16 +346,25 @@ class Model(nn.Module):
         mask = ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
         x = F.embedding(ids.reshape(-1), self.table["model.embed_tokens.weight"]).to(dtype)
         for i in range(s.num_layers):
-            block = self._delta_layer if s.layer_type(i) == "linear_attention" else self._attention_layer
+            block = (
+                self._delta_layer
+                if s.layer_type(i) == "linear_attention"
+                else self._attention_layer
+            )
             x = block(i, x, rows, flat, cos, sin, mask)
         return x
 
     def _weights(self, layer: int, *names: str) -> list[Tensor]:
         prefix = f"model.layers.{layer}."
-        return [self.table[prefix + (n if n.endswith(("A_log", "dt_bias")) else n + ".weight")] for n in names]
+        return [
+            self.table[prefix + (n if n.endswith(("A_log", "dt_bias")) else n + ".weight")]
+            for n in names
+        ]
 
     def _mlp_weights(self, layer: int) -> list[Tensor]:
-        return self._weights(layer, "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        return self._weights(
+            layer, "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+        )
 
     def _delta_layer(
         self, i: int, x: Tensor, rows: int, flat: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
@@ -320,11 +374,17 @@ class Model(nn.Module):
         weights = self._weights(i, "input_layernorm", *("linear_attn." + n for n in names))
         mixed, z, g, beta = self.pieces.delta_inputs(x, flat, *weights, s.eps)
         key, value = s.num_k_heads * s.delta_dim, s.num_v_heads * s.delta_dim
-        q, k, v = (part.reshape(rows, -1, part.shape[-1] // s.delta_dim, s.delta_dim)
-                   for part in mixed.split([key, key, value], -1))
-        o = self.delta_rule(q, k, v, g.view(rows, -1, s.num_v_heads), beta.view(rows, -1, s.num_v_heads))
+        q, k, v = (
+            part.reshape(rows, -1, part.shape[-1] // s.delta_dim, s.delta_dim)
+            for part in mixed.split([key, key, value], -1)
+        )
+        o = self.delta_rule(
+            q, k, v, g.view(rows, -1, s.num_v_heads), beta.view(rows, -1, s.num_v_heads)
+        )
         out = self._weights(i, "linear_attn.norm", "linear_attn.out_proj")
-        return self.pieces.delta_outputs(x, o.reshape(x.shape[0], -1), z, *out, *self._mlp_weights(i), s.eps)
+        return self.pieces.delta_outputs(
+            x, o.reshape(x.shape[0], -1), z, *out, *self._mlp_weights(i), s.eps
+        )
 
     def _attention_layer(
         self, i: int, x: Tensor, rows: int, flat: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
@@ -341,7 +401,9 @@ class Model(nn.Module):
         out = self._weights(i, "self_attn.o_proj")
         return self.pieces.attention_outputs(x, o, gate, *out, *self._mlp_weights(i), s.eps)
 
-    def losses(self, ids: Tensor, position: Tensor, targets: Tensor, *, dtype: torch.dtype) -> Tensor:
+    def losses(
+        self, ids: Tensor, position: Tensor, targets: Tensor, *, dtype: torch.dtype
+    ) -> Tensor:
         """Loss per flat token, 0 where `targets` is -100."""
         x = self.hidden(ids, position, dtype=dtype)
         norm, embed = self.table["model.norm.weight"], self.table["model.embed_tokens.weight"]
@@ -350,5 +412,9 @@ class Model(nn.Module):
     def logits(self, ids: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Logits [R, T, V] of rows that hold one document each (for checks)."""
         position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        x = rms_norm(self.hidden(ids, position, dtype=dtype), 1.0 + self.table["model.norm.weight"], self.shape.eps)
+        x = rms_norm(
+            self.hidden(ids, position, dtype=dtype),
+            1.0 + self.table["model.norm.weight"],
+            self.shape.eps,
+        )
         return linear(x, self.table["model.embed_tokens.weight"]).view(*ids.shape, -1)

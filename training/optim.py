@@ -28,7 +28,9 @@ def orthogonalize(stack: Tensor) -> Tensor:
 class Muon:
     """Momentum and orthogonal updates for matrices, grouped by shape."""
 
-    def __init__(self, parameters: list[nn.Parameter], *, lr: float, weight_decay: float, momentum: float) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], *, lr: float, weight_decay: float, momentum: float
+    ) -> None:
         self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
         groups: dict[tuple[int, int], list[nn.Parameter]] = {}
         for p in parameters:
@@ -54,7 +56,9 @@ class Muon:
 class Optimizer:
     """Both optimizers behind one `step`; `scale` multiplies both learning rates."""
 
-    def __init__(self, table: dict[str, nn.Parameter], *, lr: float, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self, table: dict[str, nn.Parameter], *, lr: float, weight_decay: float = 0.1
+    ) -> None:
         self.parameters = list(table.values())
 
         def is_hidden_matrix(name: str, p: nn.Parameter) -> bool:
@@ -65,7 +69,9 @@ class Optimizer:
         self.lr = lr
         self.muon = Muon(hidden, lr=lr, weight_decay=weight_decay, momentum=0.95)
         fused = rest[0].is_cuda
-        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=fused)
+        self.adamw = torch.optim.AdamW(
+            rest, lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=fused
+        )
 
     def step(self, scale: float) -> Tensor:
         """Clips, updates, clears gradients; returns the gradient norm before clipping (no sync)."""

@@ -62,7 +62,9 @@ def split_chunks(documents: list[Document]) -> list[list[Document]]:
     size = 0
     for document in documents:
         chunks[-1].append(document)
-        size += len(document) if isinstance(document, str) else sum(len(m["content"]) for m in document)
+        size += (
+            len(document) if isinstance(document, str) else sum(len(m["content"]) for m in document)
+        )
         if size > CHUNK_CHARS:
             chunks.append([])
             size = 0
@@ -81,9 +83,13 @@ def main() -> None:
     """Reads, encodes and writes source after source."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of train_tokenizer.py")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="folder of train_tokenizer.py"
+    )
     parser.add_argument("--teacher", type=Path, nargs="*", default=[])
-    parser.add_argument("--exclude", type=Path, nargs="*", default=[], help="test prompts (JSON lines)")
+    parser.add_argument(
+        "--exclude", type=Path, nargs="*", default=[], help="test prompts (JSON lines)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--limit", type=int, default=0, help="documents per source, for a dry run")
@@ -94,7 +100,9 @@ def main() -> None:
     jobs = [(s, args.corpus, args.teacher, excluded, 0) for s in SOURCES]
     meta = {}
     with multiprocessing.Pool(
-        args.processes, initializer=_start_worker, initargs=(str(args.tokenizer / "tokenizer.json"),)
+        args.processes,
+        initializer=_start_worker,
+        initargs=(str(args.tokenizer / "tokenizer.json"),),
     ) as pool:
         loads = [pool.apply_async(load_source, job) for job in jobs]
         for source, load in zip(SOURCES, loads, strict=True):
@@ -113,10 +121,16 @@ def main() -> None:
                 cut = 0
             heldout = write(arrays[:cut], args.out / f"{source.name}.heldout.npz")
             train = write(arrays[cut:], args.out / f"{source.name}.train.npz")
-            meta[source.name] = {"documents": len(arrays), "tokens": train, "heldout_tokens": heldout}
+            meta[source.name] = {
+                "documents": len(arrays),
+                "tokens": train,
+                "heldout_tokens": heldout,
+            }
             print(f"data: {source.name}: {meta[source.name]}, {time.time() - begin:.1f} s")
     (args.out / "meta.json").write_text(json.dumps(meta, indent=1))
-    print(f"data: {sum(m['tokens'] for m in meta.values()) / 1e6:.1f} M tokens in {time.time() - begin:.1f} s")
+    print(
+        f"data: {sum(m['tokens'] for m in meta.values()) / 1e6:.1f} M tokens in {time.time() - begin:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def looks_repetitive(text: str) -> bool:
     if triples and len(set(triples)) < 0.93 * len(triples):
         return True
     content = Counter(t for t in tokens if len(t) > 4)
-    return len(tokens) > 12 and bool(content) and content.most_common(1)[0][1] > 2 + len(tokens) / 20
+    return (
+        len(tokens) > 12 and bool(content) and content.most_common(1)[0][1] > 2 + len(tokens) / 20
+    )
 
 
 def is_good_reply(text: str) -> bool:
@@ -108,14 +110,27 @@ class Session:
     """Rounds of asking. One round: draw questions, answer, answer some follow-ups, write."""
 
     def __init__(
-        self, teacher: Teacher, tokenizer: Tokenizer, maker: PromptMaker, rng: random.Random, rows: int
+        self,
+        teacher: Teacher,
+        tokenizer: Tokenizer,
+        maker: PromptMaker,
+        rng: random.Random,
+        rows: int,
     ) -> None:
-        self.teacher, self.tokenizer, self.maker, self.rng, self.rows = teacher, tokenizer, maker, rng, rows
+        self.teacher, self.tokenizer, self.maker, self.rng, self.rows = (
+            teacher,
+            tokenizer,
+            maker,
+            rng,
+            rows,
+        )
         self.stop = tokenizer.token_to_id(END)
         self.num_generated = 0
         self.last_kept_share = 0.0
 
-    def _complete(self, prompts: list[str], max_new: int, temperature: float, min_p: float) -> list[str | None]:
+    def _complete(
+        self, prompts: list[str], max_new: int, temperature: float, min_p: float
+    ) -> list[str | None]:
         """Texts in the order of `prompts`; waves hold prompts of like length."""
         ids = [e.ids for e in self.tokenizer.encode_batch(prompts, add_special_tokens=False)]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
@@ -123,10 +138,16 @@ class Session:
         for a in range(0, len(order), self.rows):
             wave = order[a : a + self.rows]
             replies = self.teacher.generate(
-                [ids[i] for i in wave], max_new=max_new, stop=self.stop, temperature=temperature, min_p=min_p
+                [ids[i] for i in wave],
+                max_new=max_new,
+                stop=self.stop,
+                temperature=temperature,
+                min_p=min_p,
             )
             self.num_generated += sum(len(r) for r in replies if r is not None)
-            for i, text in zip(wave, self.tokenizer.decode_batch([r or [] for r in replies]), strict=True):
+            for i, text in zip(
+                wave, self.tokenizer.decode_batch([r or [] for r in replies]), strict=True
+            ):
                 texts[i] = text.strip() or None
         return texts
 
@@ -136,7 +157,9 @@ class Session:
         texts = self._complete([prefix] * count, 48, 0.9, 0.06)
         return [Prompt(t, "fact") for t in texts if t and is_good_question(t)]
 
-    def answer(self, chats: list[tuple[str, list[dict]]], temperature: float) -> list[tuple[str, list[dict]]]:
+    def answer(
+        self, chats: list[tuple[str, list[dict]]], temperature: float
+    ) -> list[tuple[str, list[dict]]]:
         """Appends a reply to each chat `(kind, messages)` and returns those with a good one."""
         prompts = [render(m, kind, self.rng) + f"{START}assistant\n" for kind, m in chats]
         texts = self._complete(prompts, 128, temperature, 0.1)
@@ -152,7 +175,9 @@ class Session:
         """Adds a second user turn: half from a list, half made up by the teacher."""
         listed = [c for i, c in enumerate(chats) if i % 2 == 0]
         made_up = [c for i, c in enumerate(chats) if i % 2 == 1]
-        result = [(k, [*m, {"role": "user", "content": self.rng.choice(FOLLOW_UPS)}]) for k, m in listed]
+        result = [
+            (k, [*m, {"role": "user", "content": self.rng.choice(FOLLOW_UPS)}]) for k, m in listed
+        ]
         prompts = [render(m, k, self.rng) + f"{START}user\n" for k, m in made_up]
         for (kind, m), text in zip(made_up, self._complete(prompts, 40, 0.7, 0.1), strict=True):
             if text and is_good_question(text):
@@ -170,15 +195,19 @@ class Session:
         share = self.last_kept_share
         again = self.rng.sample(done, int(follow_share * len(done)))
         longer = self.answer(self.follow_up(again), 0.4)
-        print(f"teacher: {num_made_up} own questions; kept {share:.0%} of replies, "
-              f"{self.last_kept_share:.0%} of second replies")
+        print(
+            f"teacher: {num_made_up} own questions; kept {share:.0%} of replies, "
+            f"{self.last_kept_share:.0%} of second replies"
+        )
         return done + longer
 
 
 def main() -> None:
     """Runs rounds until the time is up."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gguf", required=True, help="the teacher's GGUF file (Llama architecture)")
+    parser.add_argument(
+        "--gguf", required=True, help="the teacher's GGUF file (Llama architecture)"
+    )
     parser.add_argument("--corpus", type=Path, required=True, help="folder of the texts (topics)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -215,8 +244,10 @@ def main() -> None:
         num_chats += writer.write([(f"teacher-{kind}", m) for kind, m in chats])
         longest_s, rounds = max(longest_s, time.time() - start), rounds + 1
         size = sum(p.stat().st_size for p in args.out.glob("teacher_*.jsonl.gz")) / 2**20
-        print(f"teacher: round {rounds}, {time.time() - start:.1f} s, {num_chats} chats, "
-              f"{session.num_generated / 1e6:.2f} M tokens sampled, {size:.1f} MiB, {time.time() - begin:.0f} s")
+        print(
+            f"teacher: round {rounds}, {time.time() - start:.1f} s, {num_chats} chats, "
+            f"{session.num_generated / 1e6:.2f} M tokens sampled, {size:.1f} MiB, {time.time() - begin:.0f} s"
+        )
         for kind, messages in rng.sample(chats, min(3, len(chats))):
             print("  ", kind, json.dumps([m["content"] for m in messages]))
         if size > args.max_mib:

@@ -41,7 +41,7 @@ def read_gguf(path: str) -> tuple[LlamaShape, dict[str, Tensor], Tokenizer]:
 
     reader = GGUFReader(path)
 
-    def meta(key: str):  # noqa: ANN202 - GGUF metadata has no static type
+    def meta(key: str):
         return reader.fields[key].contents()
 
     heads, kv_heads = meta("llama.attention.head_count"), meta("llama.attention.head_count_kv")
@@ -162,7 +162,7 @@ class Teacher:
         gate, up = F.linear(F.rms_norm(x, x.shape[-1:], norm, self.shape.eps), gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, down)
 
-    def _qkv(self, x: Tensor, norm: Tensor, w: Tensor, cos: Tensor, sin: Tensor):  # noqa: ANN202
+    def _qkv(self, x: Tensor, norm: Tensor, w: Tensor, cos: Tensor, sin: Tensor):
         """Returns q [B, T, H, D], k and v [B, T, KV, D], rotated."""
         s = self.shape
         qkv = F.linear(F.rms_norm(x, x.shape[-1:], norm, s.eps), w)
@@ -190,7 +190,9 @@ class Teacher:
             x = self._mlp(x, n2, w_gu, w_d)
         return F.linear(F.rms_norm(x[:, -1], x.shape[-1:], self.final_norm, s.eps), self.embed)
 
-    def _decode(self, ids: Tensor, t: int, bias: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _decode(
+        self, ids: Tensor, t: int, bias: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
         """One token [B] at position t; `bias` [B, S] is -inf at padding and at the future."""
         s, b = self.shape, ids.shape[0]
         n = min((t + 16) // 16 * 16, k_cache.shape[2])

@@ -246,7 +246,10 @@ class PromptMaker:
 
     def _chat(self) -> Prompt:
         forms = [
-            (["I feel {}.", "I am {}.", "I feel {} today.", "What can I do when I am {}?"], FEELINGS),
+            (
+                ["I feel {}.", "I am {}.", "I feel {} today.", "What can I do when I am {}?"],
+                FEELINGS,
+            ),
             (["I like {}.", "I love {}.", "Do you like {}?", "What do you think about {}?"], LIKES),
             (["What is your favorite {}?", "Do you have a favorite {}?"], FAVORITES),
             (["My brother is a {}.", "I want to be a {}.", "My friend works as a {}."], JOBS),

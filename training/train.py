@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from batches import Mix, heldout_batches, make_loader
+from batches import Batch, Mix, heldout_batches, make_loader
 from corpus import SOURCES
 from delta_kernels import choose_delta_rule
 from model import Model, Pieces, Shape, delta_rule_torch
@@ -105,8 +105,16 @@ class Trainer:
         torch.set_float32_matmul_precision("high")
         shape = Shape()
         if args.tiny:
-            shape = replace(shape, hidden=64, intermediate=64, num_layers=4, num_heads=2, num_kv_heads=1,
-                            num_k_heads=1, num_v_heads=2)
+            shape = replace(
+                shape,
+                hidden=64,
+                intermediate=64,
+                num_layers=4,
+                num_heads=2,
+                num_kv_heads=1,
+                num_k_heads=1,
+                num_v_heads=2,
+            )
         self.stages = make_stages(args.fractions, args.batch_tokens, args.length, args.long_length)
         rule = delta_rule_torch if args.tiny else choose_delta_rule()
         self.model = Model(shape, pieces=Pieces(compiled=False), delta_rule=rule)
@@ -115,7 +123,10 @@ class Trainer:
             print(f"train: resumed from {args.resume_from}")
         self.model.to(self.device)
         self.optimizer = Optimizer(self.model.table, lr=args.lr)
-        self.metrics: dict = {"parameters": sum(p.numel() for p in self.model.parameters()), "stages": {}}
+        self.metrics: dict = {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "stages": {},
+        }
         self.loaders: dict[str, Iterator] = {}
         self.tokens, self.step, self.lr_factor = 0, 0, 1.0
         print(f"train: {self.metrics['parameters'] / 1e6:.2f} M parameters on {self.device}")
@@ -124,12 +135,14 @@ class Trainer:
         """The stage's batches; made at the first use."""
         if stage.name not in self.loaders:
             workers = self.args.workers
-            self.loaders[stage.name] = make_loader(self.data, stage.mix, seed=self.args.seed, workers=workers)
+            self.loaders[stage.name] = make_loader(
+                self.data, stage.mix, seed=self.args.seed, workers=workers
+            )
         return self.loaders[stage.name]
 
-    def to_device(self, batch: tuple[Tensor, ...]) -> list[Tensor]:
+    def to_device(self, batch: Batch) -> list[Tensor]:
         """int64 copies on the device."""
-        return [t.to(self.device, non_blocking=True).long() for t in batch]
+        return [torch.from_numpy(a).to(self.device).long() for a in batch]
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         """Mean loss of a batch over its targets."""
@@ -159,10 +172,12 @@ class Trainer:
                     for p in self.optimizer.parameters:
                         p.grad = None
                 torch.cuda.synchronize()
-                found[name] = (float(loss), norm, (time.time() - start) / 3)
-                print(f"train: {name} pieces: loss {loss:.4f}, gradient norm {norm:.4f}, "
-                      f"{found[name][2] * 1e3:.1f} ms a pass, first {first_s:.1f} s, "
-                      f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+                found[name] = (float(loss.detach()), norm, (time.time() - start) / 3)
+                print(
+                    f"train: {name} pieces: loss {float(loss.detach()):.4f}, gradient norm {norm:.4f}, "
+                    f"{found[name][2] * 1e3:.1f} ms a pass, first {first_s:.1f} s, "
+                    f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+                )
             (a, b, plain_s), (c, d, compiled_s) = found["plain"], found["compiled"]
             same = abs(a - c) < 0.02 * abs(a) and abs(b - d) < 0.05 * abs(b) + 1e-3
             self.model.pieces = compiled if same and compiled_s < plain_s else plain
@@ -173,22 +188,45 @@ class Trainer:
                 p.grad = None
         print(f"train: using {'compiled' if self.model.pieces is compiled else 'plain'} pieces")
 
+    def try_long_rows(self) -> None:
+        """One pass over a batch of long rows, so that a lack of memory shows now; else leaves them out."""
+        index = next(i for i, s in enumerate(self.stages) if s.name == "long")
+        before = self.stages[index - 1].until
+        if self.stages[index].until <= before:
+            return
+        try:
+            begin = time.time()
+            loss = self.loss(self.to_device(next(self.loader(self.stages[index]))))
+            loss.backward()
+            print(
+                f"train: a pass over long rows: loss {float(loss.detach()):.4f}, {time.time() - begin:.1f} s"
+            )
+        except Exception as error:
+            print(f"train: leaving out the long rows: {error!r}")
+            self.stages[index] = replace(self.stages[index], until=before)
+        for p in self.optimizer.parameters:
+            p.grad = None
+
     @torch.no_grad()
     def heldout(self, *, replies_only: bool) -> dict[str, float]:
-        """Held-out loss per source, in nats a token."""
+        """Held-out loss per source, in nats a token (plain pieces: compiling them again costs more)."""
         result = {}
+        pieces, self.model.pieces = self.model.pieces, Pieces(compiled=False)
         mix = self.stages[0].mix
         for source in SOURCES:
             path = self.data / f"{source.name}.heldout.npz"
             if not path.exists() or (replies_only and source.chat_weight == 0):
                 continue
             total, count = 0.0, 0
-            for batch in heldout_batches(path, rows=mix.rows, length=mix.length, replies_only=replies_only):
+            for batch in heldout_batches(
+                path, rows=mix.rows, length=mix.length, replies_only=replies_only
+            ):
                 ids, position, targets = self.to_device(batch)
                 total += float(self.model.losses(ids, position, targets, dtype=self.dtype).sum())
                 count += int((targets >= 0).sum())
             if count:
                 result[source.name] = round(total / count, 4)
+        self.model.pieces = pieces
         return result
 
     def report(self, name: str, steps: int, tokens: int, seconds: float) -> None:
@@ -203,12 +241,20 @@ class Trainer:
     def train(self) -> None:
         """All stages, then the last checkpoint."""
         self.try_compile()
+        self.try_long_rows()
         start = time.time()
         end = self.begin + self.args.minutes * 60 - self.args.reserve_s
         print(f"train: {start - self.begin:.1f} s of preparation, {end - start:.0f} s to train")
         last_save, snapshot, previous = start, None, math.inf
         for stage in self.stages:
-            loader, stage_start, stage_step, stage_tokens = self.loader(stage), time.time(), self.step, self.tokens
+            if (time.time() - start) / (end - start) >= stage.until:
+                continue
+            loader, stage_start, stage_step, stage_tokens = (
+                self.loader(stage),
+                time.time(),
+                self.step,
+                self.tokens,
+            )
             window_start, window_tokens, losses = time.time(), self.tokens, []
             while (progress := (time.time() - start) / (end - start)) < stage.until:
                 if self.args.max_steps and self.step - stage_step >= self.args.max_steps:
@@ -227,12 +273,16 @@ class Trainer:
                 now = time.time()
                 if self.step % (5 * LOG_EVERY) == 0 or self.step <= 200:
                     rate = (self.tokens - window_tokens) / (now - window_start)
-                    print(f"train: {stage.name} step {self.step} loss {mean:.4f} norm {float(norm):.3f} lr x{scale:.3f} "
-                          f"{rate / 1e3:.0f}k tokens/s {self.tokens / 1e6:.1f} M tokens {now - self.begin:.0f} s")
+                    print(
+                        f"train: {stage.name} step {self.step} loss {mean:.4f} norm {float(norm):.3f} lr x{scale:.3f} "
+                        f"{rate / 1e3:.0f}k tokens/s {self.tokens / 1e6:.1f} M tokens {now - self.begin:.0f} s"
+                    )
                     window_start, window_tokens = now, self.tokens
                 losses = []
                 if not math.isfinite(mean) or (mean > previous + 1.5 and snapshot):
-                    print(f"train: loss {mean} at step {self.step}: back to the snapshot, half the rate")
+                    print(
+                        f"train: loss {mean} at step {self.step}: back to the snapshot, half the rate"
+                    )
                     self.restore(snapshot)
                     continue
                 previous = mean
@@ -241,12 +291,19 @@ class Trainer:
                 if now - last_save > SAVE_EVERY_S:
                     save(self.model, self.args.out, self.metrics)
                     last_save = now
-            self.report(stage.name, self.step - stage_step, self.tokens - stage_tokens, time.time() - stage_start)
+            self.report(
+                stage.name,
+                self.step - stage_step,
+                self.tokens - stage_tokens,
+                time.time() - stage_start,
+            )
             self.loaders.pop(stage.name, None)
             previous = math.inf
         self.metrics["seconds"] = round(time.time() - self.begin, 1)
         save(self.model, self.args.out, self.metrics)
-        print(f"train: done, {self.step} steps, {self.tokens / 1e6:.1f} M tokens, {self.metrics['seconds']} s")
+        print(
+            f"train: done, {self.step} steps, {self.tokens / 1e6:.1f} M tokens, {self.metrics['seconds']} s"
+        )
 
     @torch.no_grad()
     def restore(self, snapshot: list[Tensor] | None) -> None:
@@ -264,11 +321,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of prepare_data.py")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=9.0, help="from start to finished checkpoint")
-    parser.add_argument("--reserve-s", type=float, default=15.0, help="kept for the last evaluation and save")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="from start to finished checkpoint"
+    )
+    parser.add_argument(
+        "--reserve-s", type=float, default=15.0, help="kept for the last evaluation and save"
+    )
     parser.add_argument("--resume-from", type=Path, help="checkpoint folder to go on from")
-    parser.add_argument("--fractions", type=float, nargs=3, default=[0.60, 0.08, 0.32],
-                        help="shares of time: pretraining, long rows, chat (0 leaves a stage out)")
+    parser.add_argument(
+        "--fractions",
+        type=float,
+        nargs=3,
+        default=[0.60, 0.08, 0.32],
+        help="shares of time: pretraining, long rows, chat (0 leaves a stage out)",
+    )
     parser.add_argument("--decay-from", type=float, default=DECAY_FROM)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch-tokens", type=int, default=65536)
@@ -277,7 +343,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a toy shape, to try the script without a GPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a toy shape, to try the script without a GPU"
+    )
     parser.add_argument("--max-steps", type=int, default=0, help="per stage, to try the script")
     Trainer(parser.parse_args()).train()
 

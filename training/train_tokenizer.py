@@ -1,11 +1,12 @@
 """Trains the byte-level BPE of 8,192 tokens and writes it with the chat template.
 
-    python training/train_tokenizer.py --corpus CORPUS --teacher teacher_*.jsonl.gz --out DIR
+python training/train_tokenizer.py --corpus CORPUS --teacher teacher_*.jsonl.gz --out DIR
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,13 +64,24 @@ def save(tokenizer: Tokenizer, out: Path) -> None:
     )
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(out)
+    # The plain class name, which transformers 4 and 5 both know.
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check(tokenizer: Tokenizer) -> None:
     """Raises if a text does not come back as it went in."""
     rng = random.Random(1)
-    points = [chr(rng.choice((rng.randrange(1, 0xD800), rng.randrange(0xE000, 0x110000)))) for _ in range(3000)]
-    for text in ("Hello, it's  12,345.67!\n\n\tx = y\r\n ", "".join(points), "naïve 日本語 🙂 \u0000"):
+    points = [
+        chr(rng.choice((rng.randrange(1, 0xD800), rng.randrange(0xE000, 0x110000))))
+        for _ in range(3000)
+    ]
+    for text in (
+        "Hello, it's  12,345.67!\n\n\tx = y\r\n ",
+        "".join(points),
+        "naïve 日本語 🙂 \u0000",
+    ):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text, text
     assert len(tokenizer.encode("2048").ids) == 4
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
@@ -91,7 +103,9 @@ def main() -> None:
         show_progress=False,
         max_token_length=24,
     )
-    tokenizer.train_from_iterator(sample_texts(args.corpus, args.teacher, args.sample_chars), trainer)
+    tokenizer.train_from_iterator(
+        sample_texts(args.corpus, args.teacher, args.sample_chars), trainer
+    )
     check(tokenizer)
     save(tokenizer, args.out)
     text = "Hello! How can I help you today? The capital of France is Paris."
