@@ -1,4 +1,6 @@
-"""``python -m hyradix``: the ``hyradix`` command where no script was installed."""
+"""``python -m hyradix``: the same as the ``hyradix`` command."""
+
+from __future__ import annotations
 
 from hyradix.server.cli import main
 
