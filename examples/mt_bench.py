@@ -136,7 +136,9 @@ def row(name: str, chats: list[Chat]) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Second turns by category."""
-    print(COLUMNS.format("2nd turns", "chats", "prompt", "cached", "share", "whole prompt", "reply"))
+    print(
+        COLUMNS.format("2nd turns", "chats", "prompt", "cached", "share", "whole prompt", "reply")
+    )
     for r in rows:
         print(
             COLUMNS.format(
@@ -176,7 +178,9 @@ def main() -> int:
     turns = [turn for c in chats for turn in (c.first, c.second)]
     num_finished = sum(turn.is_finished for turn in turns)
     num_tokens = sum(len(turn.reply) for turn in turns)
-    print(f"{num_finished} of {len(turns)} replies finished; {num_tokens} tokens in {seconds:.0f} s")
+    print(
+        f"{num_finished} of {len(turns)} replies finished; {num_tokens} tokens in {seconds:.0f} s"
+    )
     if args.json:
         figures = {"finished": num_finished, "replies": len(turns), "generated": num_tokens}
         figures |= {"seconds": round(seconds, 1), "rows": [*rows, total]}

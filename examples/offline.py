@@ -1,6 +1,6 @@
 """The engine inside a Python program: no server, no sockets.
 
-    python examples/offline.py
+python examples/offline.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main() -> None:
         {"role": "user", "content": "Thank you!"},
     ]
     second = llm.chat(messages, GREEDY)[0]
-    print(len(second.prompt_token_ids), "prompt tokens,", second.num_cached_tokens, "from the cache")
+    print(
+        len(second.prompt_token_ids), "prompt tokens,", second.num_cached_tokens, "from the cache"
+    )
 
     print("== stream: text as it comes")
     for output in llm.stream_chat([{"role": "user", "content": "Who are you?"}], GREEDY):
