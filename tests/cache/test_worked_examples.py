@@ -179,7 +179,9 @@ class TestThroughTheScheduler:
         assert (second.starts.tolist(), second.num_tokens.tolist()) == ([4], [4])
         assert second.kv_updates[0].start == 4
         assert len(second.kv_updates) == 1
-        assert list(states_along(h.cache.tree, prompt)) == [8], "the chunk end at 4 has done its duty"
+        assert list(states_along(h.cache.tree, prompt)) == [8], (
+            "the chunk end at 4 has done its duty"
+        )
         assert node_at(h.cache.tree, prompt, 4).is_tombstone
         assert kv_along(h.cache.tree, prompt)[:4] == kv
         assert first[4] not in all_states(h.cache.tree)

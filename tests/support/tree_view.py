@@ -49,9 +49,7 @@ def state_ref(
     return StateRef(slot, len(tokens), int(hasher.intdigest()), step)
 
 
-def path(
-    tree: RadixTree, tokens: Sequence[int], namespace: Namespace = NOBODY
-) -> Iterator[Node]:
+def path(tree: RadixTree, tokens: Sequence[int], namespace: Namespace = NOBODY) -> Iterator[Node]:
     """The nodes that ``tokens`` run through, as far as whole segments agree."""
     node, key, at = tree.roots().get(namespace), pack(tokens), 0
     while node is not None:
@@ -76,9 +74,7 @@ def depths_along(
     return sorted(states_along(tree, tokens, namespace))
 
 
-def kv_along(
-    tree: RadixTree, tokens: Sequence[int], namespace: Namespace = NOBODY
-) -> list[int]:
+def kv_along(tree: RadixTree, tokens: Sequence[int], namespace: Namespace = NOBODY) -> list[int]:
     """KV slots of the whole segments on the path of ``tokens``."""
     return [int(s) for node in path(tree, tokens, namespace) for s in node.kv_slots]
 
@@ -93,9 +89,7 @@ def node_at(
     raise AssertionError(f"no node ends at {depth}")
 
 
-def segments(
-    tree: RadixTree, tokens: Sequence[int], namespace: Namespace = NOBODY
-) -> list[int]:
+def segments(tree: RadixTree, tokens: Sequence[int], namespace: Namespace = NOBODY) -> list[int]:
     """Lengths of the segments on the path of ``tokens``."""
     return [node.num_tokens for node in path(tree, tokens, namespace)]
 
