@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from hyradix.config import EngineConfig
-from hyradix.request import ScheduledBatch, StateOpKind, StepOutput, TokenLogprobs
+from hyradix.request import ScheduledBatch, StateOpKind, StepOutput
 
 POISON = -777
 EMPTY = 0
@@ -62,11 +62,29 @@ class FakeRunner:
         self.states: list[int | None] = [None] * (c.num_states + 1)
         self.tokens = np.full((c.max_requests, c.max_context + 1), POISON, dtype=np.int64)
         self.kv_slots = np.zeros((c.max_requests, c.max_context), dtype=np.int64)
-        self.outputs: deque[StepOutput] = deque()
+        self._stream: deque[ScheduledBatch | tuple[np.ndarray, list[int]]] = deque()
 
     def submit(self, batch: ScheduledBatch) -> None:
+        """Queue a step; it runs when somebody collects it (as late as a device may)."""
         self.log.append(batch)
         self._check(batch)
+        self._stream.append(batch)
+
+    def poison(self, kv_slots: np.ndarray, states: list[int]) -> None:
+        """Spoil freed memory, in stream order: steps in flight may still read it, later not."""
+        self._stream.append((kv_slots, states))
+
+    def collect(self) -> StepOutput:
+        """Run the stream up to the end of the oldest step."""
+        while True:
+            work = self._stream.popleft()
+            if isinstance(work, ScheduledBatch):
+                return self._run(work)
+            self.kv[work[0]] = POISON
+            for slot in work[1]:
+                self.states[slot] = None
+
+    def _run(self, batch: ScheduledBatch) -> StepOutput:
         for init in batch.row_inits:
             self.tokens[init.row] = POISON
             self.kv_slots[init.row] = 0
@@ -93,19 +111,13 @@ class FakeRunner:
             self.states[slot] = value
         assert not saves, f"saves at positions that were not computed: {saves}"
         rows = np.array([row for row, _ in sampled], dtype=np.int32)
-        self.outputs.append(
-            StepOutput(
-                step=batch.step,
-                rows=rows,
-                token_ids=np.array([[t] for _, t in sampled], dtype=np.int32).reshape(-1, 1),
-                num_tokens=np.ones(len(sampled), dtype=np.int32),
-                is_faulty=np.zeros(len(sampled), dtype=np.bool_),
-                logprobs=tuple(_no_logprobs() for _ in sampled),
-            )
+        return StepOutput(
+            step=batch.step,
+            rows=rows,
+            token_ids=np.array([[t] for _, t in sampled], dtype=np.int32).reshape(-1, 1),
+            num_tokens=np.ones(len(sampled), dtype=np.int32),
+            is_faulty=np.zeros(len(sampled), dtype=np.bool_),
         )
-
-    def collect(self) -> StepOutput:
-        return self.outputs.popleft()
 
     def _source(self, op) -> int | None:  # noqa: ANN001
         return EMPTY if op.kind is StateOpKind.CLEAR else self.states[op.source]
@@ -146,6 +158,3 @@ class FakeRunner:
         assert 0 not in late, "a live row writes the sink"
         assert len(set(batch.rows.tolist())) == batch.num_rows, "a row appears twice"
 
-
-def _no_logprobs() -> TokenLogprobs | None:
-    return None

@@ -28,7 +28,9 @@ def check_idle(cache: PrefixCache) -> None:
     assert not cache.holdings, "a request still holds slots"
     assert cache.num_reserved == 0, "KV slots are still promised"
     assert cache.table.num_free == cache.table.max_requests, "a row is lost"
-    assert all(n.kv_lock == 0 and n.state_lock == 0 for n in cache.tree.nodes()), "a lock is lost"
+    if not cache.pinned:
+        locks = [n for n in cache.tree.nodes() if n.kv_lock or n.state_lock]
+        assert not locks, f"locks are lost: {locks}"
     assert cache.kv.num_free + cache.tree.num_tokens == cache.kv.num_total, "a KV slot is lost"
     assert cache.states.num_free + cache.tree.num_states == cache.states.num_total, (
         "a state is lost"
@@ -75,14 +77,17 @@ def check_locks(cache: PrefixCache) -> None:
     """Lock counts equal the receipts that are out."""
     kv: dict[int, int] = {}
     states: dict[int, int] = {}
+    receipts = list(cache.pinned)
     for holding in cache.holdings.values():
-        if holding.receipt is None:
-            continue
-        at = holding.receipt.kv_node
-        assert at is not None
-        assert at.depth == holding.protected_len, "the KV receipt is not where the row's share ends"
-        if holding.receipt.state_node is not None:
-            node_id = holding.receipt.state_node.node_id
+        if holding.receipt is not None:
+            receipts.append(holding.receipt)
+            at = holding.receipt.kv_node
+            assert at is not None
+            assert at.depth == holding.protected_len, "the receipt is not where the share ends"
+    for receipt in receipts:
+        at = receipt.kv_node
+        if receipt.state_node is not None:
+            node_id = receipt.state_node.node_id
             states[node_id] = states.get(node_id, 0) + 1
         while at is not None:
             kv[at.node_id] = kv.get(at.node_id, 0) + 1

@@ -69,6 +69,8 @@ class PrefixCache:
     counters: CacheCounters = field(init=False, default_factory=CacheCounters)
     num_reserved: int = field(init=False, default=0)
     holdings: dict[int, Holding] = field(init=False, default_factory=dict)
+    pinned: list[Receipt] = field(init=False, default_factory=list)
+    """Locks of warm-up prefixes that are never evicted."""
 
     def __post_init__(self) -> None:
         self.kv = KVSlots(self.config.num_kv_slots)
@@ -80,6 +82,12 @@ class PrefixCache:
         """A new step is being built: slots given back before this point may be handed out."""
         self.kv.begin_step()
         self.states.begin_step()
+
+    @property
+    def is_anything_quarantined(self) -> bool:
+        """Whether slots given back since then wait for the next step to be built."""
+        kv, states = self.kv, self.states
+        return kv.num_free > kv.num_available or states.num_free > states.num_available
 
     # ---- admit ----------------------------------------------------------------------------------
 
@@ -99,8 +107,8 @@ class PrefixCache:
     ) -> Admission | None:
         """Lock ``match``, then take a row, a working state and a promise of KV; None: no room.
 
-        ``num_positions``: row positions the request may ever fill; those past the match are
-        promised now and allocated by ``extend``. Nothing is held when None is returned.
+        ``num_positions``: row positions promised to the request; those past the match are
+        allocated by ``extend``. Nothing is held when None is returned.
         """
         if self.table.num_free == 0:
             return None
@@ -203,19 +211,27 @@ class PrefixCache:
             self.states.evict(slot)
         self.counters.evicted_states += len(states)
 
+    def can_extend(self, holding: Holding, num_positions: int) -> bool:
+        """Whether ``extend`` to ``num_positions`` would find the slots, promised or not."""
+        extra = num_positions - holding.num_slots - holding.reserved
+        return extra <= 0 or extra <= self.num_kv_obtainable - self.num_reserved
+
     def extend(self, holding: Holding, num_positions: int) -> RowUpdate | None:
-        """Make the row's slots reach position ``num_positions``; the new ones, if any."""
+        """Make the row's slots reach position ``num_positions``; the new ones, if any.
+
+        Promised slots are used first; past them the caller has asked ``can_extend``.
+        """
         count = num_positions - holding.num_slots
         if count <= 0:
             return None
-        assert count <= holding.reserved, "more KV slots than were promised"
         self._make_kv_room(count)
         slots = self.kv.allocate(count)
         start = holding.num_slots
         self.table.kv_slots[holding.row, start:num_positions] = slots
         holding.num_slots = num_positions
-        holding.reserved -= count
-        self.num_reserved -= count
+        used = min(count, holding.reserved)
+        holding.reserved -= used
+        self.num_reserved -= used
         return RowUpdate(holding.row, start, slots)
 
     # ---- checkpoints ----------------------------------------------------------------------------
@@ -260,6 +276,19 @@ class PrefixCache:
         slot = self.states.take_pending(depth, step)
         holding.pending.append(PendingSave(slot, depth, step, kind))
         saves.append(StateSave(holding.row, slot, depth))
+
+    def promise(self, holding: Holding, depth: int, num_scheduled: int) -> int:
+        """The deepest state at or under ``depth`` that a prefilling request is about to leave.
+
+        If ``depth`` is still ahead of it, a checkpoint there is asked for (somebody waits).
+        """
+        if depth > num_scheduled:
+            if all(c.position != depth for c in holding.candidates):
+                candidate = Candidate(depth, CheckpointKind.BRANCH, True)
+                holding.candidates.append(candidate)
+                holding.candidates.sort(key=lambda c: c.position)
+            return depth
+        return max((p.depth for p in holding.pending if p.depth <= depth), default=0)
 
     # ---- learn ----------------------------------------------------------------------------------
 
@@ -364,24 +393,37 @@ class PrefixCache:
 
     # ---- end ------------------------------------------------------------------------------------
 
-    def finish(self, holding: Holding, tokens: bytes, *, state_depth: int, kept: int) -> None:
-        """The request is over and quiet: donate its state, give everything else back.
+    def finish(
+        self,
+        holding: Holding,
+        tokens: bytes,
+        *,
+        state_depth: int,
+        kept: int,
+        is_working_donated: bool = True,
+        is_pinned: bool = False,
+    ) -> None:
+        """The request is over (or preempted) and quiet: donate its state, give the rest back.
 
         ``state_depth``: tokens its working state has consumed; ``kept``: how many of them (at
-        most) may be published. A state that has passed what is kept is of no use; then the last
-        track serves, if it is not deeper.
+        most) may be published. A state that has passed what is kept is of no use, nor is one
+        that may not be donated; then the last track serves, if it is not deeper.
         """
         if holding.receipt is not None and state_depth > 0:
-            self._donate(holding, tokens, state_depth, kept)
+            usable = is_working_donated and state_depth <= kept
+            depth = self._donate(holding, tokens, state_depth if usable else None, kept)
+            if is_pinned and depth:
+                self._pin(holding.namespace, tokens, depth)
         self.release(holding)
 
-    def _donate(self, holding: Holding, tokens: bytes, state_depth: int, kept: int) -> None:
-        if state_depth <= kept:
+    def _donate(self, holding: Holding, tokens: bytes, state_depth: int | None, kept: int) -> int:
+        """Publish the working state (at ``state_depth``) or a track; the depth, 0 for neither."""
+        if state_depth is not None:
             depth, slot = state_depth, holding.working_slot
         else:
             track = next((t for t in reversed(holding.tracks) if t.depth <= kept), None)
             if track is None:
-                return
+                return 0
             depth, slot = track.depth, track.slot
         if slot == holding.working_slot:
             self.states.donate(slot, depth)
@@ -391,6 +433,13 @@ class PrefixCache:
             holding.tracks = [t for t in holding.tracks if t.slot != slot]
         ref = StateRef(slot, depth, self._digest(holding, tokens, depth), -1)
         self._insert(holding, tokens, depth, ref, [])
+        return depth
+
+    def _pin(self, namespace: Namespace, tokens: bytes, depth: int) -> None:
+        """Keep a prefix for good: a receipt that nobody gives back."""
+        match = self.tree.match_prefix(namespace, tokens, limit=depth)
+        if match.num_cached_tokens == depth:
+            self.pinned.append(self.tree.lock(match))
 
     def release(self, holding: Holding) -> None:
         """Give back what the request still owns; publishes nothing."""

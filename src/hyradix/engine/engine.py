@@ -102,7 +102,9 @@ class Engine:
     def _render(self, news: Progress) -> RequestOutput:
         state = news.state
         reply = self._replies[state.request_id]
-        if news.prompt_logprobs is not None:
+        if news.prompt_logprobs is not None and state.num_output_tokens <= len(news.token_ids):
+            if news.prompt_logprobs.start == 1:
+                reply.prompt_logprobs.clear()
             reply.prompt_logprobs.append(news.prompt_logprobs)
         output = RequestOutput(
             request_id=state.request_id,

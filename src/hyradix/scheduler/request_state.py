@@ -1,8 +1,10 @@
 """One request inside the engine: its tokens, how far it is, and the only place its status changes.
 
-    WAITING --admit--> RUNNING --end--> FINISHING --quiet--> FINISHED
+    WAITING --admit--> RUNNING --end--> FINISHING --settle--> FINISHED
     WAITING --end--> FINISHED
-    (FINISHING: no more is scheduled, but a step in flight still names its row)
+    RUNNING --preempt--> PREEMPTED --requeue--> WAITING
+    PREEMPTED --end--> FINISHING
+    (FINISHING, PREEMPTED: no more is scheduled, but steps in flight may still name its row)
 
 Owns: ``Status`` and its transitions, token counts. Does not know: slots, batches.
 Invariants: num_computed_tokens <= num_scheduled_tokens <= number of known tokens (+ those being
@@ -27,6 +29,7 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    PREEMPTED = "preempted"
     FINISHING = "finishing"
     FINISHED = "finished"
 
@@ -60,6 +63,9 @@ class RequestState:
     request: Request
     max_total_tokens: int
     tokens: TokenBuffer
+    arrival: int = 0
+    """Order of arrival; the youngest is preempted first, the oldest admitted first."""
+    arrival_step: int = 0
     status: Status = Status.WAITING
     holding: Holding | None = None
     num_prompt_tokens: int = 0
@@ -73,6 +79,9 @@ class RequestState:
     """Tokens being sampled by steps in flight."""
     prefill_end: int = 0
     """Tokens known at admission: up to there it is a prefill, after that a decode."""
+    num_admissions: int = 0
+    waits_for: tuple[RequestState, int] | None = None
+    """A running request, and the depth of a state it is about to provide."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -81,7 +90,7 @@ class RequestState:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
     @classmethod
-    def create(cls, request: Request, *, max_context: int) -> RequestState:
+    def create(cls, request: Request, *, max_context: int, arrival: int = 0) -> RequestState:
         """A waiting request; ``max_total_tokens`` is capped at ``max_context``."""
         num_prompt = request.num_prompt_tokens
         limit = max_context
@@ -91,6 +100,7 @@ class RequestState:
             request=request,
             max_total_tokens=limit,
             tokens=TokenBuffer(request.prompt_token_ids),
+            arrival=arrival,
             num_prompt_tokens=num_prompt,
             stop_ids=frozenset(request.sampling.stop_token_ids or ()),
         )
@@ -114,9 +124,10 @@ class RequestState:
     def match_limit(self) -> int:
         """How many tokens may come from the cache: the last one is always computed.
 
-        With prompt logprobs the logits of position 0 on are asked for, so nothing may.
+        With prompt logprobs the logits of position 0 on are asked for, so nothing may (until
+        they have been delivered with the first token).
         """
-        if self.request.sampling.prompt_logprobs is not None:
+        if self.request.sampling.prompt_logprobs is not None and self.num_output_tokens == 0:
             return 0
         return len(self.tokens) - 1
 
@@ -129,30 +140,61 @@ class RequestState:
             and self.num_known_tokens < self.max_total_tokens
         )
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Running, and part of what was known at admission is not yet computed and committed."""
+        return self.status is Status.RUNNING and self.num_computed_tokens < self.prefill_end
+
+    @property
+    def is_draining(self) -> bool:
+        """No more is scheduled, but its slots come back only when it is quiet."""
+        return self.status in (Status.FINISHING, Status.PREEMPTED)
+
     def admit(self, holding: Holding) -> None:
-        """WAITING -> RUNNING at the depth where computing resumes."""
+        """WAITING -> RUNNING at the depth where computing resumes.
+
+        The figures a caller sees (cached tokens, reason) are those of the first admission.
+        """
         assert self.status is Status.WAITING
         self.status = Status.RUNNING
         self.holding = holding
+        self.waits_for = None
         self.num_scheduled_tokens = self.num_computed_tokens = holding.num_cached_tokens
         self.prefill_end = len(self.tokens)
-        self.num_cached_tokens = holding.num_cached_tokens
-        self.num_kv_tokens = holding.num_kv_tokens
-        self.miss_reason = holding.miss_reason
+        self.num_admissions += 1
+        if self.num_admissions == 1:
+            self.num_cached_tokens = holding.num_cached_tokens
+            self.num_kv_tokens = holding.num_kv_tokens
+            self.miss_reason = holding.miss_reason
+
+    def preempt(self) -> None:
+        """RUNNING -> PREEMPTED: nothing more is scheduled."""
+        assert self.status is Status.RUNNING
+        self.status = Status.PREEMPTED
+
+    def requeue(self) -> Holding:
+        """PREEMPTED -> WAITING; returns what is to be given back. No step names its row now."""
+        assert self.status is Status.PREEMPTED
+        self.status = Status.WAITING
+        return self._let_go()
 
     def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """No more is scheduled. WAITING -> FINISHED, RUNNING -> FINISHING."""
-        assert self.status in (Status.WAITING, Status.RUNNING)
-        is_running = self.status is Status.RUNNING
-        self.status = Status.FINISHING if is_running else Status.FINISHED
+        """No more is scheduled. WAITING -> FINISHED; RUNNING, PREEMPTED -> FINISHING."""
+        assert self.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
+        is_waiting = self.status is Status.WAITING
+        self.status = Status.FINISHED if is_waiting else Status.FINISHING
         self.finish_reason = reason
         self.stop_reason = stop_reason
 
     def settle(self) -> Holding:
         """FINISHING -> FINISHED; returns what is to be given back. No step names its row now."""
         assert self.status is Status.FINISHING
-        assert self.num_in_flight == 0
-        assert self.holding is not None
         self.status = Status.FINISHED
+        return self._let_go()
+
+    def _let_go(self) -> Holding:
+        assert self.num_in_flight == 0, "a step in flight still names the row"
+        assert self.num_sampling == 0
+        assert self.holding is not None
         holding, self.holding = self.holding, None
         return holding

@@ -4,7 +4,9 @@ Owns: the queue, the running set, steps in flight. Decides; the runner performs.
 Does not know: text, tensors, HTTP.
 
 Invariants:
-- requests are admitted first come, first served; what can never fit is refused in ``add``;
+- requests are admitted first come, first served (or longest cached prefix first); one that waits
+  for a prefix being computed lets others pass; what can never fit is refused in ``add``;
+- the oldest running request always goes on: it may preempt every other, youngest first;
 - a step's effects on the cache happen in ``commit``, in the order the steps were submitted;
 - a request ends in two phases: it is FINISHING until no step in flight names its row;
 - ``schedule`` and ``commit`` never raise on load, exhaustion or a caller's input.
@@ -13,6 +15,7 @@ Source: DESIGN section 5. Read next: ``cache/prefix_cache.py``.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +24,7 @@ from typing import Protocol
 from hyradix.cache.holding import Holding
 from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.config import EngineConfig
-from hyradix.errors import (
-    CapacityError,
-    ContextLengthError,
-    InvalidParameterError,
-    QueueFullError,
-)
+from hyradix.errors import InvalidParameterError, QueueFullError
 from hyradix.request import (
     FinishReason,
     PromptLogprobs,
@@ -38,10 +36,15 @@ from hyradix.request import (
     TokenLogprobs,
 )
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
+from hyradix.scheduler.door import refuse_impossible
 from hyradix.scheduler.request_state import RequestState, Status
+from hyradix.scheduler.sharing import find_provider, is_still_waiting
 
 DECODE_SLOTS = 16
 """KV slots a decoding request takes at a time: short runs keep its slots contiguous."""
+
+OVERDUE_STEPS = 256
+"""Under longest-prefix order, a request that has waited this long goes first."""
 
 
 class TokenSink(Protocol):
@@ -102,62 +105,44 @@ class Scheduler:
         self.finish_reasons: Counter[str] = Counter()
         self._sink = sink
         self._eos = frozenset(config.eos_token_ids)
-        self._waiting: deque[RequestState] = deque()
+        self._waiting: list[RequestState] = []
+        self._num_arrived = 0
         self._running: list[RequestState] = []
         self._states: dict[str, RequestState] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._kv_updates: list[RowUpdate] = []
         self._step = 0
+        self._forced_at = 0
 
     # ---- the door -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> RequestState:
         """Queue a request. Raises ``RequestError`` for what can never run, ``QueueFullError``."""
-        self._refuse_impossible(request)
+        if request.request_id in self._states:
+            raise InvalidParameterError(f"request id {request.request_id!r} is in use")
+        refuse_impossible(request, self.config)
         if len(self._waiting) >= self.config.max_queue:
             raise QueueFullError(f"{len(self._waiting)} requests wait already; try again later")
-        state = RequestState.create(request, max_context=self.config.max_context)
+        self._num_arrived += 1
+        state = RequestState.create(
+            request, max_context=self.config.max_context, arrival=self._num_arrived
+        )
+        state.arrival_step = self._step
         self._states[request.request_id] = state
         self._waiting.append(state)
         self.counters.requests += 1
         self.counters.prompt_tokens += state.num_prompt_tokens
         return state
 
-    def _refuse_impossible(self, request: Request) -> None:
-        config, length = self.config, request.num_prompt_tokens
-        if request.request_id in self._states:
-            raise InvalidParameterError(f"request id {request.request_id!r} is in use")
-        if length == 0:
-            raise InvalidParameterError("the prompt has no tokens", param="prompt")
-        if length >= config.max_context:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens; with at least one token of reply that is over "
-                f"the limit of {config.max_context} tokens",
-                param="prompt",
-            )
-        ids = request.prompt_array()
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-            raise InvalidParameterError(
-                f"the prompt names token ids outside the vocabulary (size {config.vocab_size})",
-                param="prompt",
-            )
-        request.sampling.validate(vocab_size=config.vocab_size)
-        needed = RequestState.create(request, max_context=config.max_context).max_total_tokens
-        if needed > config.num_kv_slots:
-            raise CapacityError(
-                f"the request needs {needed} KV slots (prompt {length} + reply) and the pool has "
-                f"{config.num_kv_slots}; lower max_tokens or shorten the prompt",
-                param="max_tokens",
-            )
-
     def abort(self, request_id: str) -> Progress | None:
         """Its client is gone: end it wherever it is. None for an unknown or ended request."""
         state = self._states.get(request_id)
-        if state is None or state.status not in (Status.WAITING, Status.RUNNING):
+        if state is None or state.status is Status.FINISHING:
             return None
         if state.status is Status.WAITING:
             self._waiting.remove(state)
         self._end(state, FinishReason.ABORT)
+        self._come_to_rest(state)
         return Progress(state)
 
     @property
@@ -179,18 +164,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to do now."""
-        self.cache.begin_step()
-        batch = BatchBuilder(self._step)
-        for state in self._running:
-            if state.can_run and state.num_scheduled_tokens >= state.prefill_end:
-                self._plan(batch, state, 1)
-        for state in self._running:
-            if state.can_run and state.num_scheduled_tokens < state.prefill_end:
-                self._plan_prefill(batch, state)
-        admitted = self._admit_waiting(batch)
-        for state in admitted:
-            assert state.holding is not None
-            self.cache.seal(state.holding)
+        self._force_preemption()
+        batch = self._fill()
+        if not batch.planned and self.cache.is_anything_quarantined:
+            batch = self._fill()  # what preemption gave back may be used: no step was built
         if not batch.planned:
             return None
         batch.kv_updates[:0] = self._kv_updates
@@ -200,40 +177,84 @@ class Scheduler:
         self.counters.steps += 1
         return batch.build()
 
+    def _fill(self) -> BatchBuilder:
+        """Decodes first, oldest first; then prefills under way; then the queue."""
+        self.cache.begin_step()
+        batch = BatchBuilder(self._step)
+        for state in list(self._running):
+            if state.can_run and state.num_scheduled_tokens >= state.prefill_end:
+                self._plan_decode(batch, state)
+        for state in self._running:
+            if state.can_run and state.num_scheduled_tokens < state.prefill_end:
+                self._plan_prefill(batch, state)
+        self._admit_waiting(batch)
+        return batch
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps submitted and not yet committed."""
+        return len(self._in_flight)
+
     def _budget(self, batch: BatchBuilder) -> int:
         """Prompt tokens that still fit into this step."""
         limit = self.config.max_prefill_tokens
         return (limit - batch.num_prefill_tokens) if limit else 1 << 30
 
-    def _admit_waiting(self, batch: BatchBuilder) -> list[RequestState]:
+    def _admit_waiting(self, batch: BatchBuilder) -> None:
         admitted: list[RequestState] = []
-        while self._waiting and self._budget(batch) > 0:
-            state = self._waiting[0]
-            if not self._admit(batch, state):
+        for state in self._queue_order():
+            if self._budget(batch) <= 0:
                 break
-            self._waiting.popleft()
+            if is_still_waiting(state):
+                continue
+            verdict = self._admit(batch, state)
+            if verdict is None:
+                continue
+            if not verdict:
+                break
             admitted.append(state)
             self._plan_prefill(batch, state)
-        return admitted
+        for state in admitted:
+            self._waiting.remove(state)
+            assert state.holding is not None
+            self.cache.seal(state.holding)
 
-    def _admit(self, batch: BatchBuilder, state: RequestState) -> bool:
-        request = state.request
-        match = self.cache.match(
-            request.namespace, state.tokens.to_bytes(), limit=state.match_limit
-        )
+    def _queue_order(self) -> list[RequestState]:
+        """The order in which the queue is tried."""
+        queue = list(self._waiting)
+        if self.config.order == "longest_prefix" and len(queue) > 1 and self.cache.table.num_free:
+            hits = {
+                id(q): self.cache.match(
+                    q.request.namespace, q.tokens.to_bytes(), limit=q.match_limit
+                ).num_cached_tokens
+                for q in queue
+            }
+            overdue = self._step - OVERDUE_STEPS
+            queue.sort(key=lambda q: (q.arrival_step > overdue, -hits[id(q)], q.arrival))
+        return queue
+
+    def _admit(self, batch: BatchBuilder, state: RequestState) -> bool | None:
+        """True: it runs. False: no room. None: it waits for a prefix that is being computed."""
+        request, tokens = state.request, state.tokens.to_bytes()
+        match = self.cache.match(request.namespace, tokens, limit=state.match_limit)
+        if self.config.prefix_cache:
+            state.waits_for = find_provider(state, tokens, match, self._running, self.cache)
+            if state.waits_for is not None:
+                return None
         admission = self.cache.admit(
             match,
             num_prompt_tokens=len(state.tokens),
-            num_positions=state.max_total_tokens,
+            num_positions=min(len(state.tokens) + DECODE_SLOTS, state.max_total_tokens),
             boundaries=request.boundaries,
         )
         if admission is None:
             return False
         holding = admission.holding
         state.admit(holding)
-        self._running.append(state)
-        self.counters.cached_tokens += state.num_cached_tokens
-        self.miss_reasons[state.miss_reason.value] += 1
+        insort(self._running, state, key=lambda s: s.arrival)
+        if state.num_admissions == 1:
+            self.counters.cached_tokens += state.num_cached_tokens
+            self.miss_reasons[state.miss_reason.value] += 1
         batch.row_inits.append(
             RowInit(holding.row, request.sampling, request.seed, state.num_prompt_tokens)
         )
@@ -249,7 +270,27 @@ class Scheduler:
         if count > 0:
             self._plan(batch, state, count)
 
-    def _plan(self, batch: BatchBuilder, state: RequestState, count: int) -> None:
+    def _plan_decode(self, batch: BatchBuilder, state: RequestState) -> None:
+        """One token; preempts younger requests where KV slots are short, at last itself."""
+        holding = state.holding
+        assert holding is not None
+        end = state.num_scheduled_tokens + 1
+        num_slots = min(end + DECODE_SLOTS - 1, state.max_total_tokens)
+        if end <= holding.num_slots or self.cache.can_extend(holding, num_slots):
+            self._plan(batch, state, 1, num_slots=num_slots if end > holding.num_slots else 0)
+            return
+        while not self.cache.can_extend(holding, end):
+            victim = self._victim(batch)
+            if victim is None or (victim is state and self.cache.is_anything_quarantined):
+                return
+            self._preempt(victim)
+            if victim is state:
+                return
+        self._plan(batch, state, 1)
+
+    def _plan(
+        self, batch: BatchBuilder, state: RequestState, count: int, *, num_slots: int = 0
+    ) -> None:
         """Put ``count`` positions of a request into the step, with the slots they need."""
         holding = state.holding
         assert holding is not None
@@ -262,11 +303,9 @@ class Scheduler:
             samples=start + count == state.num_known_tokens,
             is_prefill=start < state.prefill_end,
         )
-        if planned.end > holding.num_slots:
-            spare = 0 if planned.is_prefill else DECODE_SLOTS - 1
-            update = self.cache.extend(holding, min(planned.end + spare, state.max_total_tokens))
-            if update is not None:
-                batch.kv_updates.append(update)
+        update = self.cache.extend(holding, max(planned.end, num_slots))
+        if update is not None:
+            batch.kv_updates.append(update)
         self._plan_saves(batch, holding, planned)
         write_from = max(start, holding.num_kv_tokens)
         batch.add_row(planned, write_from=write_from, state_slot=holding.working_slot)
@@ -301,13 +340,12 @@ class Scheduler:
             state.num_in_flight -= 1
             state.num_sampling -= planned.samples
             state.num_computed_tokens = planned.end
-            if state.status is Status.RUNNING:
+            if state.status in (Status.RUNNING, Status.PREEMPTED):
                 at = index.get(planned.row) if planned.samples else None
                 item = self._commit_row(planned, output, at, prompts.get(planned.row))
                 if item is not None:
                     news.append(item)
-            if state.status is Status.FINISHING and state.num_in_flight == 0:
-                self._settle(state)
+            self._come_to_rest(state)
         return news
 
     def _commit_row(
@@ -379,14 +417,48 @@ class Scheduler:
         self.finish_reasons[reason.value] += 1
         if state.status is Status.FINISHED:
             del self._states[state.request_id]
-        elif state.num_in_flight == 0 and reason is FinishReason.ABORT:
-            self._settle(state)
 
-    def _settle(self, state: RequestState) -> None:
-        """The request is quiet: donate what is worth keeping, give the rest back."""
-        holding = state.settle()
+    def _victim(self, batch: BatchBuilder) -> RequestState | None:
+        """The youngest request that may be preempted now; None: wait for one that drains."""
+        if any(state.is_draining for state in self._running):
+            return None
+        taken = {id(planned.state) for planned in batch.planned}
+        candidates = [s for s in self._running if id(s) not in taken]
+        return candidates[-1] if candidates else None
+
+    def _preempt(self, state: RequestState) -> None:
+        self.counters.preemptions += 1
+        state.preempt()
+        self._come_to_rest(state)
+
+    def _force_preemption(self) -> None:
+        """For tests: every N steps the youngest goes back to the queue.
+
+        Where it leaves nothing behind it must have gained a token first, or it never ends.
+        """
+        every = self.config.force_preempt_every
+        if every and self._step and self._step % every == 0 and self._forced_at != self._step:
+            self._forced_at = self._step
+            donates = self.config.prefix_cache and self.config.preempt_donate == "always"
+            running = [
+                s
+                for s in self._running
+                if s.status is Status.RUNNING and (donates or len(s.tokens) > s.prefill_end)
+            ]
+            if running:
+                self._preempt(running[-1])
+
+    def _come_to_rest(self, state: RequestState) -> None:
+        """If no step names the row any more: donate what is worth keeping, give back the rest."""
+        if not state.is_draining or state.num_in_flight:
+            return
+        is_over = state.status is Status.FINISHING
+        holding = state.settle() if is_over else state.requeue()
         self._running.remove(state)
-        del self._states[state.request_id]
+        if is_over:
+            del self._states[state.request_id]
+        else:
+            insort(self._waiting, state, key=lambda s: s.arrival)
         if state.finish_reason is FinishReason.ERROR:
             self.cache.release(holding)
             return
@@ -395,4 +467,6 @@ class Scheduler:
             state.tokens.to_bytes(),
             state_depth=state.num_computed_tokens,
             kept=len(state.tokens),
+            is_working_donated=is_over or self.config.preempt_donate == "always",
+            is_pinned=is_over and state.request.pin,
         )
