@@ -261,5 +261,5 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.kv.num_free == NUM_KV
 
 
-TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TreeMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestTreeMachine = TreeMachine.TestCase

@@ -96,3 +96,25 @@ def test_the_next_turn_resumes_at_the_end_of_a_stopped_reply() -> None:
     record = h.serve(PROMPT, 30, stop_at=6)
     assert cached(h.serve([*record.tokens, *text(5, 20)], 2)) == (N + 5, N + 5)
     h.close()
+
+
+class CuttingBack(Driver):
+    """A text side that keeps none of the tokens that complete a stop string."""
+
+    def feed(self, state: object, token_ids: list[int], reason: object) -> int | None:
+        kept = super().feed(state, token_ids, reason)  # type: ignore[arg-type]
+        return None if kept is None else kept - 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_stop_string_that_keeps_none_of_its_token(at: int, overlap: bool) -> None:
+    h = CuttingBack(make_config(overlap=overlap, track_interval=1))
+    record = h.add(PROMPT, 20, stop_at=at)
+    h.drain()
+    assert record.reason is FinishReason.STOP
+    assert record.output == reply(PROMPT, at)[:-1]
+    along = depths_along(h.cache.tree, record.tokens)
+    assert N - 1 in along
+    assert max(along) <= len(record.tokens)
+    h.finish()

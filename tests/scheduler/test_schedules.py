@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.world import World
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @QUICK
@@ -28,9 +28,9 @@ def test_any_schedule(rng: Random, num_operations: int) -> None:
     World(rng).walk(num_operations)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, 120, 40))
 def test_seeded_schedules(first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 40):
         try:
             World(Random(seed)).walk(40)
         except BaseException as error:
