@@ -127,7 +127,7 @@ class Engine:
     def _finish(self, output: RequestOutput, state: RequestState, reply: _Reply) -> None:
         output.stop_reason = state.stop_reason
         if reply.stop_string is None:
-            reply.text += reply.stream.finish().text
+            reply.text += reply.stream.finish()
         else:
             output.stop_reason = reply.stop_string
         if state.finish_reason is FinishReason.ERROR:

@@ -1,0 +1,211 @@
+"""The compiled backend: numba kernels on numpy arrays, torch where BLAS is faster.
+
+Owns: which form runs (one thread or all, compiled or BLAS), the layout of packed weights.
+Does not know: layers, models.
+Invariant: what a row gets does not depend on that choice beyond rounding.
+Read next: ``gated_delta_net/compiled.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hyradix.kernels import numba_support
+from hyradix.kernels.attention import compiled as attention_kernels
+from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries, attend_row
+from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
+from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.linear import compiled as linear_kernels
+from hyradix.kernels.linear.packed import PackedLinear
+from hyradix.kernels.rms_norm import compiled as norm_kernels
+from hyradix.kernels.swiglu import compiled as swiglu_kernels
+
+_PARALLEL_FROM = 1 << 15
+"""Elements of work below which waking another thread costs more than it saves."""
+Array = npt.NDArray[np.float32]
+Norm = tuple[Array, np.float32]
+
+
+class RowMajorLinear:
+    """A weight ``[O, I]`` kept once, multiplied by tiles (few rows of x) or by BLAS (many).
+
+    Where the CPU is not one that the tiles are made for, torch multiplies always.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.num_outputs = weight.shape[0]
+        self.has_tiles = linear_kernels.is_supported()
+        self.array: Any = None
+        if self.has_tiles:
+            self._weight = weight.contiguous()
+            is_plain = weight.dtype == torch.float32
+            self.array = (self._weight if is_plain else self._weight.view(torch.uint16)).numpy()
+        else:
+            self._packed = PackedLinear(weight)
+
+    def multiply(self, x: Array, residual: Array | None = None) -> Array:
+        """Many rows: ``[T, I]`` -> ``[T, O]``."""
+        tensor = torch.from_numpy(x)
+        added = None if residual is None else torch.from_numpy(residual)
+        if not self.has_tiles:
+            return self._packed.multiply(tensor, added).numpy()
+        if added is not None and self._weight.dtype == torch.float32:
+            return torch.addmm(added, tensor, self._weight.T).numpy()
+        y = torch.nn.functional.linear(tensor.to(self._weight.dtype), self._weight).float()
+        return (y if added is None else y.add_(added)).numpy()
+
+
+class CompiledOps:
+    """See ``ops.Ops``."""
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+        self._parallel_from: float = _PARALLEL_FROM
+
+    def set_num_threads(self, num_threads: int) -> None:
+        numba_support.set_num_threads(num_threads)
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        for threshold in (-1, math.inf, _PARALLEL_FROM):  # all threads, one, as it will be
+            self._parallel_from = threshold
+            run()
+
+    def view(self, tensor: torch.Tensor) -> Array:
+        return tensor.numpy()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
+        return weight.index_select(0, torch.from_numpy(token_ids)).float().numpy()
+
+    def select(self, x: Array, index: npt.NDArray[np.int32]) -> Array:
+        return x[index]
+
+    def pack_linear(self, weight: torch.Tensor) -> RowMajorLinear:
+        return RowMajorLinear(weight)
+
+    def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return weight.contiguous().numpy(), np.float32(eps)
+
+    def norm_linear(self, x: Array, norm: Norm, weight: RowMajorLinear) -> Array:
+        if self._is_small(x, weight):
+            out = np.empty((x.shape[0], weight.num_outputs), np.float32)
+            linear_kernels.norm_multiply(x, *norm, weight.array, out)
+            return out
+        normed = np.empty_like(x)
+        is_large = x.size > self._parallel_from
+        kernel = norm_kernels.rms_norm_parallel if is_large else norm_kernels.rms_norm_serial
+        kernel(x, *norm, normed)
+        return weight.multiply(normed)
+
+    def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
+        if self._is_small(x, weight):
+            out = np.empty_like(residual)
+            linear_kernels.multiply_add(weight.array, x, residual, out)
+            return out
+        return weight.multiply(x, residual)
+
+    def swiglu_linear_add(self, gate_up: Array, weight: RowMajorLinear, residual: Array) -> Array:
+        if self._is_small(gate_up, weight):
+            out = np.empty_like(residual)
+            linear_kernels.swiglu_multiply_add(gate_up, weight.array, residual, out)
+            return out
+        x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        is_large = x.size > self._parallel_from
+        kernel = swiglu_kernels.swiglu_parallel if is_large else swiglu_kernels.swiglu_serial
+        kernel(gate_up, x)
+        return weight.multiply(x, residual)
+
+    def _is_small(self, x: Array, weight: RowMajorLinear) -> bool:
+        """Whether the tiles multiply; while everything is being compiled, either may."""
+        few = x.shape[0] <= linear_kernels.MAX_ROWS and self._parallel_from != math.inf
+        return weight.has_tiles and few
+
+    def pack_mixer(self, weights: MixerWeights) -> tuple[Any, ...]:
+        """Convolution weights as [Hk, K, channels of a group], then the small vectors."""
+        heads = weights.num_k_heads
+        num_v_heads, dv = weights.dt_bias.numel(), weights.norm.numel()
+        channels, width = weights.conv.shape
+        key_dim = (channels - num_v_heads * dv) // 2
+        q, k, v = weights.conv.split([key_dim, key_dim, num_v_heads * dv])
+        parts = [x.reshape(heads, -1, width).transpose(1, 2) for x in (q, k, v)]
+        conv = torch.cat(parts, dim=2).contiguous().numpy()
+        vectors = (weights.decay_rate, weights.dt_bias, weights.norm)
+        return (heads, conv, *(x.contiguous().numpy() for x in vectors), np.float32(weights.eps))
+
+    def mix(
+        self,
+        projected: Array,
+        weights: tuple[Any, ...],
+        batch: RaggedStates,
+        conv_state: Array,
+        state: Array,
+    ) -> Array:
+        heads, conv, decay_rate, dt_bias, norm, eps = weights
+        num_v_heads, dk, dv = state.shape[1:]
+        out = np.empty((projected.shape[0], num_v_heads * dv), np.float32)
+        is_large = out.size * dk > self._parallel_from
+        kernel = mixer_kernels.mix_parallel if is_large else mixer_kernels.mix_serial
+        kernel(
+            projected, batch.cu_seqlens, batch.slots, heads, conv, conv_state, state, decay_rate,
+            dt_bias, norm, eps, batch.save_offsets, batch.save_at, batch.save_slots, out,
+        )  # fmt: skip
+        return out
+
+    def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
+        arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))
+        shape = (weights.num_heads, weights.head_dim)
+        return (shape, *arrays, np.float32(weights.eps), weights.angles.numpy())
+
+    def attention(
+        self,
+        projected: Array,
+        weights: tuple[Any, ...],
+        batch: RaggedQueries,
+        k_pool: Array,
+        v_pool: Array,
+    ) -> Array:
+        (heads, dim), *rest = weights
+        q = np.empty((projected.shape[0], heads, dim), np.float32)
+        out = np.empty((projected.shape[0], heads * dim), np.float32)
+        is_large = projected.size > self._parallel_from
+        prepare = (
+            attention_kernels.prepare_parallel if is_large else attention_kernels.prepare_serial
+        )
+        prepare(projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q)
+        if len(batch.short_tokens):
+            work = int(batch.short_lengths.sum()) * heads * dim
+            is_large = work > 4 * self._parallel_from
+            decode = (
+                attention_kernels.decode_parallel if is_large else attention_kernels.decode_serial
+            )
+            decode(
+                q, batch.short_tokens, batch.short_rows, batch.short_lengths, batch.kv_table,
+                k_pool, v_pool, projected, out,
+            )  # fmt: skip
+        if batch.long_rows:
+            _attend_long(projected, q, batch, k_pool, v_pool, out)
+        return out
+
+
+def _attend_long(
+    projected: Array, q: Array, batch: RaggedQueries, k_pool: Array, v_pool: Array, out: Array
+) -> None:
+    """Rows with many queries: torch's blocked attention, then the gate."""
+    arrays = (projected, q, k_pool, v_pool, out)
+    gates, queries, keys, values, target = map(torch.from_numpy, arrays)
+    for i in batch.long_rows:
+        piece = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+        slots, start = batch.kv_table[batch.rows[i]], int(batch.starts[i])
+        attended = attend_row(queries[piece], slots, start, keys, values).flatten(1)
+        torch.mul(attended, gates[piece, -out.shape[1] :].sigmoid(), out=target[piece])

@@ -1,0 +1,244 @@
+"""The whole recurrent mixer of a gated delta net in one compiled pass over a ragged batch.
+
+Owns: convolution, gates, q/k norms, delta rule, gated output norm, in place by state slot.
+Does not know: projections, batches, who owns a slot.
+
+Invariants:
+- Serial over the tokens of one (sequence, key head): the bits of outputs and states do not depend
+  on how a sequence is split into calls, nor on its neighbours.
+- A save is a plain copy of the working state at that depth.
+- Arrays are C-contiguous and addressed flat (``simd.py``); ``reference.py`` is the readable twin
+  and describes the shapes.
+Read next: ``reference.py``.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import prange
+
+from hyradix.kernels.numba_support import compiled, sigmoid32, silu32
+from hyradix.kernels.simd import (
+    LANES,
+    at,
+    vadd,
+    vfma,
+    vload,
+    vload_first,
+    vmul,
+    vset,
+    vstore,
+    vstore_first,
+    vsum,
+)
+
+_L2_EPS = np.float32(1e-6)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_LINEAR_FROM = np.float32(20.0)
+"""Above this softplus(x) is x in float32 (torch's threshold)."""
+
+
+@compiled(inline=True)
+def _load(array, index, count):
+    return vload(array, index) if count >= LANES else vload_first(array, index, count)
+
+
+@compiled(inline=True)
+def _store(array, index, value, count):
+    if count >= LANES:
+        vstore(array, index, value)
+    else:
+        vstore_first(array, index, value, count)
+
+
+@compiled(inline=True)
+def _copy(source, s, target, t, count):
+    for c in range(0, count, LANES):
+        _store(target, t + c, _load(source, s + c, count - c), count - c)
+
+
+@compiled()
+def _window_out(window, newest, width, channels, conv_state, base, stride, segments):
+    """Ring [K, channels] -> pool rows [K-1, C] at flat ``base``, oldest first."""
+    for j in range(width - 1):
+        source = ((newest + 2 + j) % width) * channels
+        for segment in range(3):
+            start, count = segments[segment, 0], segments[segment, 1]
+            _copy(window, source, conv_state, base + j * stride + start, count)
+            source += count
+
+
+@compiled()
+def _window_in(window, width, channels, conv_state, base, stride, segments):
+    """Pool rows [K-1, C] -> ring rows 0..K-2; row K-1 is where the newest goes."""
+    for j in range(width - 1):
+        target = j * channels
+        for segment in range(3):
+            start, count = segments[segment, 0], segments[segment, 1]
+            _copy(conv_state, base + j * stride + start, window, target, count)
+            target += count
+
+
+@compiled()
+def _convolve(projected, token, window, newest, width, channels, weight, w, mixed, segments):
+    """Take one token's raw columns into the ring; mixed = silu(convolution)."""
+    target = newest * channels
+    for segment in range(3):
+        start, count = segments[segment, 0], segments[segment, 1]
+        _copy(projected, token + start, window, target, count)
+        target += count
+    for c in range(0, channels, LANES):
+        count = channels - c
+        total = vset(_ZERO)
+        for j in range(width):
+            row = ((newest + 1 + j) % width) * channels
+            tap = _load(weight, w + j * channels + c, count)
+            total = vfma(_load(window, row + c, count), tap, total)
+        _store(mixed, c, total, count)
+    for c in range(channels):
+        mixed[c] = silu32(mixed[c])
+
+
+@compiled()
+def _sum_of_squares(array, start, size):
+    total = vset(_ZERO)
+    for c in range(0, size, LANES):
+        value = _load(array, start + c, size - c)
+        total = vfma(value, value, total)
+    return vsum(total)
+
+
+@compiled()
+def _scale(array, start, size, factor):
+    by = vset(factor)
+    for c in range(0, size, LANES):
+        _store(array, start + c, vmul(_load(array, start + c, size - c), by), size - c)
+
+
+@compiled()
+def _delta(state, base, mixed, q, k, v, decay, beta, dk, dv, out):
+    """S <- decay S + k u^T with u = beta (v - decay S^T k); out = S^T q.
+
+    S is [dk, dv] at flat ``base``; q, k, v are places in ``mixed``. Sixteen columns at a time,
+    their sums in registers.
+    """
+    keep, rate, minus = vset(decay), vset(beta), vset(-decay)
+    for c in range(0, dv, LANES):
+        count = dv - c
+        m0, m1 = vset(_ZERO), vset(_ZERO)
+        for i in range(0, dk - 1, 2):
+            s = base + i * dv + c
+            m0 = vfma(_load(state, s, count), vset(at(mixed, k + i)), m0)
+            m1 = vfma(_load(state, s + dv, count), vset(at(mixed, k + i + 1)), m1)
+        if dk % 2:
+            s = base + (dk - 1) * dv + c
+            m0 = vfma(_load(state, s, count), vset(at(mixed, k + dk - 1)), m0)
+        u = vmul(rate, vfma(minus, vadd(m0, m1), _load(mixed, v + c, count)))
+        total = vset(_ZERO)
+        for i in range(dk):
+            s = base + i * dv + c
+            value = vfma(vset(at(mixed, k + i)), u, vmul(keep, _load(state, s, count)))
+            _store(state, s, value, count)
+            total = vfma(value, vset(at(mixed, q + i)), total)
+        _store(out, c, total, count)
+
+
+@compiled()
+def _gate_norm(o, dv, projected, z, gate, weight, eps, out, place):
+    """out[place:] = o / rms(o) * weight * silu(projected[z:])."""
+    factor = _ONE / np.sqrt(_sum_of_squares(o, 0, dv) / np.float32(dv) + eps)
+    _copy(projected, z, gate, 0, dv)
+    for c in range(dv):
+        gate[c] = silu32(gate[c])
+    for c in range(0, dv, LANES):
+        count = dv - c
+        normed = vmul(vmul(_load(o, c, count), vset(factor)), _load(weight, c, count))
+        _store(out, place + c, vmul(normed, _load(gate, c, count)), count)
+
+
+@compiled()
+def _save(state, conv_state, slot, target, group, size, window, newest, width, channels, segments):
+    """Copy the working state of one group of heads, and its window, to slot ``target``."""
+    num_v_heads = state.shape[1]
+    stride = num_v_heads * state.shape[2] * state.shape[3]
+    _copy(state, slot * stride + group * size, state, target * stride + group * size, size)
+    row = conv_state.shape[2]
+    base = target * conv_state.shape[1] * row
+    _window_out(window, newest, width, channels, conv_state, base, row, segments)
+
+
+@compiled()
+def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, conv_state, state,
+               decay_rate, dt_bias, norm_weight, eps, save_at, save_slots, save, save_last, out):  # fmt: skip
+    """All tokens of one sequence for one key head and its value heads."""
+    num_v_heads, dk, dv = state.shape[1:]
+    ratio = num_v_heads // num_k_heads
+    value_dim, v0 = num_v_heads * dv, 2 * num_k_heads * dk
+    z0 = v0 + value_dim
+    b0 = z0 + value_dim
+    a0 = b0 + num_v_heads
+    width, channels = conv_weight.shape[1], conv_weight.shape[2]
+    segments = np.empty((3, 2), np.int64)
+    segments[0] = group * dk, dk
+    segments[1] = (num_k_heads + group) * dk, dk
+    segments[2] = v0 + group * ratio * dv, ratio * dv
+    window = np.empty(width * channels, np.float32)
+    mixed = np.empty(channels, np.float32)
+    o, gate = np.empty(dv, np.float32), np.empty(dv, np.float32)
+    row = conv_state.shape[2]
+    conv_base = slot * conv_state.shape[1] * row
+    _window_in(window, width, channels, conv_state, conv_base, row, segments)
+    newest = width - 1
+    for t in range(first, last):
+        token = t * projected.shape[1]
+        _convolve(projected, token, window, newest, width, channels, conv_weight,
+                  group * width * channels, mixed, segments)  # fmt: skip
+        factor = _ONE / np.sqrt(_sum_of_squares(mixed, 0, dk) + _L2_EPS)
+        _scale(mixed, 0, dk, factor / np.sqrt(np.float32(dk)))
+        _scale(mixed, dk, dk, _ONE / np.sqrt(_sum_of_squares(mixed, dk, dk) + _L2_EPS))
+        for r in range(ratio):
+            head = group * ratio + r
+            a = at(projected, token + a0 + head) + dt_bias[head]
+            softplus = a if a > _LINEAR_FROM else np.float32(math.log1p(math.exp(a)))
+            decay = np.float32(math.exp(decay_rate[head] * softplus))
+            beta = sigmoid32(at(projected, token + b0 + head))
+            base = (slot * num_v_heads + head) * dk * dv
+            _delta(state, base, mixed, 0, dk, 2 * dk + r * dv, decay, beta, dk, dv, o)
+            _gate_norm(o, dv, projected, token + z0 + head * dv, gate, norm_weight, eps, out,
+                       t * value_dim + head * dv)  # fmt: skip
+        while save < save_last and save_at[save] == t - first + 1:
+            _save(state, conv_state, slot, save_slots[save], group, ratio * dk * dv, window,
+                  newest, width, channels, segments)  # fmt: skip
+            save += 1
+        newest = (newest + 1) % width
+    if last > first:
+        newest = (newest + width - 1) % width
+        _window_out(window, newest, width, channels, conv_state, conv_base, row, segments)
+
+
+@compiled()
+def mix_serial(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state,
+               decay_rate, dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out):  # fmt: skip
+    """``reference.mix`` on one thread; conv_weight is [Hk, K, channels of one group]."""
+    for task in range(state_slots.size * num_k_heads):
+        row = task // num_k_heads
+        _run_group(projected, cu_seqlens[row], cu_seqlens[row + 1], state_slots[row],
+                   task % num_k_heads, num_k_heads, conv_weight, conv_state, state, decay_rate,
+                   dt_bias, norm_weight, eps, save_at, save_slots, save_offsets[row],
+                   save_offsets[row + 1], out)  # fmt: skip
+
+
+@compiled(parallel=True)
+def mix_parallel(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state,
+                 decay_rate, dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out):  # fmt: skip
+    """``mix_serial`` over all threads (another name: numba's cache tells functions by name)."""
+    for task in prange(state_slots.size * num_k_heads):
+        row = task // num_k_heads
+        _run_group(projected, cu_seqlens[row], cu_seqlens[row + 1], state_slots[row],
+                   task % num_k_heads, num_k_heads, conv_weight, conv_state, state, decay_rate,
+                   dt_bias, norm_weight, eps, save_at, save_slots, save_offsets[row],
+                   save_offsets[row + 1], out)  # fmt: skip

@@ -1,0 +1,119 @@
+"""Matrix products with few rows of x, where reading the weight is what costs.
+
+Owns: how register tiles cover a matrix. Does not know: names, layers.
+Invariant: an output element is summed in one order, whatever the number of rows: decoding a
+sequence alone or in a batch gives the same bits.
+Read next: ``tile.py``.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba import prange
+
+from hyradix.kernels.linear.tile import dot_tile
+from hyradix.kernels.numba_support import compiled
+from hyradix.kernels.rms_norm.compiled import rms_norm_serial
+from hyradix.kernels.swiglu.compiled import swiglu_serial
+
+MAX_ROWS = 32
+"""Above this many rows a BLAS is faster."""
+_BLOCK = 24
+"""Weight rows that stay in the first-level cache while all rows of x pass over them."""
+
+
+def is_supported() -> bool:
+    """Whether this CPU has the thirty-two wide registers that the tiles are made for."""
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+@compiled()
+def _cover(weight, first, last, x, out):
+    """out[:, first:last] = x @ weight[first:last].T."""
+    size, stride, count = weight.shape[1], out.shape[1], x.shape[0]
+    m = 0
+    while m + 8 <= count:
+        r = first
+        while r + 3 <= last:
+            dot_tile(3, 8, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 3
+        while r < last:
+            dot_tile(1, 8, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 1
+        m += 8
+    while m + 4 <= count:
+        r = first
+        while r + 6 <= last:
+            dot_tile(6, 4, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 6
+        while r < last:
+            dot_tile(1, 4, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 1
+        m += 4
+    while m + 2 <= count:
+        r = first
+        while r + 8 <= last:
+            dot_tile(8, 2, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 8
+        while r < last:
+            dot_tile(1, 2, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 1
+        m += 2
+    while m < count:
+        r = first
+        while r + 8 <= last:
+            dot_tile(8, 1, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 8
+        while r < last:
+            dot_tile(1, 1, weight, r * size, x, m * size, size, out, m * stride + r, stride)
+            r += 1
+        m += 1
+
+
+@compiled(parallel=True)
+def multiply(weight, x, out):
+    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T, float32; weight float32 or bf16 as uint16."""
+    total = weight.shape[0]
+    for block in prange((total + _BLOCK - 1) // _BLOCK):
+        _cover(weight, block * _BLOCK, min(total, (block + 1) * _BLOCK), x, out)
+
+
+@compiled(parallel=True)
+def norm_multiply(x, norm_weight, eps, weight, out):
+    """``multiply`` of rms_norm(x)."""
+    normed = np.empty(x.shape, np.float32)
+    rms_norm_serial(x, norm_weight, eps, normed)
+    total = weight.shape[0]
+    for block in prange((total + _BLOCK - 1) // _BLOCK):
+        _cover(weight, block * _BLOCK, min(total, (block + 1) * _BLOCK), normed, out)
+
+
+@compiled()
+def _add(residual, first, last, out):
+    for m in range(out.shape[0]):
+        for r in range(first, last):
+            out[m, r] += residual[m, r]
+
+
+@compiled(parallel=True)
+def multiply_add(weight, x, residual, out):
+    """``multiply`` plus ``residual`` ``[M, O]``."""
+    total = weight.shape[0]
+    for block in prange((total + _BLOCK - 1) // _BLOCK):
+        last = min(total, (block + 1) * _BLOCK)
+        _cover(weight, block * _BLOCK, last, x, out)
+        _add(residual, block * _BLOCK, last, out)
+
+
+@compiled(parallel=True)
+def swiglu_multiply_add(gate_up, weight, residual, out):
+    """``multiply_add`` of swiglu(gate_up)."""
+    x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+    swiglu_serial(gate_up, x)
+    total = weight.shape[0]
+    for block in prange((total + _BLOCK - 1) // _BLOCK):
+        last = min(total, (block + 1) * _BLOCK)
+        _cover(weight, block * _BLOCK, last, x, out)
+        _add(residual, block * _BLOCK, last, out)

@@ -1,0 +1,118 @@
+"""How compiled CPU kernels are compiled: one decorator, one thread pool, and vectorisable maths.
+
+Owns: the ``compiled`` decorator, thread settings, ``exp32`` and its relatives.
+Does not know: what the kernels compute.
+
+Invariants:
+- Kernels use the OpenMP layer where there is one: numba's pool then binds to the libgomp that
+  torch has already loaded, so both share one set of threads and never oversubscribe.
+- Floating-point flags are ``contract`` and ``reassoc`` only: NaN and infinity pass through, and a
+  given binary computes the same bits for the same row whatever else is in the batch.
+- A directory that cannot be written to costs the on-disk cache, nothing else.
+Read next: ``compiled_ops.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch  # loads libgomp first, so that numba's OpenMP layer binds to the same copy
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+SPIN_COUNT = "1000"
+
+
+def prepare_process() -> None:
+    """Make OpenMP threads yield early. Call before torch is imported; later it has no effect.
+
+    A second busy process turns milliseconds into hundreds with the default spinning.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Give torch and the compiled kernels the same number of threads."""
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def compiled(*, parallel: bool = False, inline: bool = False) -> Callable[[Any], Any]:
+    """``numba.njit`` with this package's flags, cached on disk where that is possible."""
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        options: dict[str, Any] = {
+            "nogil": True,
+            "parallel": parallel,
+            "fastmath": {"contract", "reassoc"},
+            "error_model": "numpy",
+        }
+        if inline:
+            options["forceinline"] = True
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # no directory for the cache can be written to
+            return numba.njit(**options)(function)
+
+    return wrap
+
+
+@intrinsic
+def float_from_bits(typingctx: Any, bits: Any) -> Any:
+    """Reinterpret an int32 as a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+_LOG2E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_ONE = np.float32(1.0)
+_HALF = np.float32(0.5)
+_MAX = np.float32(88.0)
+_MIN = np.float32(-87.0)
+_C0 = np.float32(1.9875691500e-4)
+_C1 = np.float32(1.3981999507e-3)
+_C2 = np.float32(8.3334519073e-3)
+_C3 = np.float32(4.1665795894e-2)
+_C4 = np.float32(1.6666665459e-1)
+_C5 = np.float32(5.0000001201e-1)
+
+
+@compiled(inline=True)
+def exp32(x):  # type: ignore[no-untyped-def]
+    """float32 exp within 2 ulp, made of operations that vectorise (libm's does not). NaN stays."""
+    if x > _MAX:
+        x = _MAX
+    if x < _MIN:
+        x = _MIN
+    n = np.floor(x * _LOG2E + _HALF)
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = _C0 * r + _C1
+    p = p * r + _C2
+    p = p * r + _C3
+    p = p * r + _C4
+    p = p * r + _C5
+    y = p * (r * r) + r + _ONE
+    return y * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@compiled(inline=True)
+def sigmoid32(x):  # type: ignore[no-untyped-def]
+    """float32 logistic function."""
+    return _ONE / (_ONE + exp32(-x))
+
+
+@compiled(inline=True)
+def silu32(x):  # type: ignore[no-untyped-def]
+    """float32 x * sigmoid(x)."""
+    return x / (_ONE + exp32(-x))

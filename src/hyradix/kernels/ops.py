@@ -1,0 +1,101 @@
+"""The operations that layers call, and the choice between their torch and compiled forms.
+
+Owns: the ``Ops`` interface and ``load_ops``. Does not know: layers, models.
+
+Invariants:
+- Activations are float32 arrays of the backend's own kind (``Array``): torch tensors, or numpy
+  arrays where the kernels are compiled by numba. Only ``embed`` and ``tensor`` cross over.
+- Backends agree within float32 rounding. Packing happens once, at load.
+Read next: ``torch_ops.py``, ``compiled_ops.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hyradix.errors import ConfigError
+from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries
+from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+
+BACKENDS = ("auto", "compiled", "torch")
+Array = Any
+"""A float32 array of the backend's own kind; slicing its first dimension works on all kinds."""
+
+
+class Ops(Protocol):
+    """What ``pack_*`` return is opaque: it is what the others take."""
+
+    name: str
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Threads of torch, and of the compiled kernels where there are any."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Call ``run`` (any forward) so often that every kernel it reaches has been compiled."""
+
+    def view(self, tensor: torch.Tensor) -> Array:
+        """The same float32 memory as an ``Array``."""
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """The same memory as a tensor."""
+
+    def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
+        """Rows of ``weight`` ``[V, C]`` by ``token_ids`` ``[T]``, as float32 ``[T, C]``."""
+
+    def select(self, x: Array, index: npt.NDArray[np.int32]) -> Array:
+        """Rows of ``[T, C]`` by index ``[M]``."""
+
+    def pack_linear(self, weight: torch.Tensor) -> Any:
+        """A weight ``[O, I]``, float32 or bfloat16, in the form that the products take."""
+
+    def pack_norm(self, weight: torch.Tensor, eps: float) -> Any:
+        """A norm's weight ``[C]``; where it is zero-centred, 1 is added already."""
+
+    def norm_linear(self, x: Array, norm: Any, weight: Any) -> Array:
+        """rms_norm(x ``[T, I]``) times weight -> ``[T, O]``."""
+
+    def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
+        """x ``[T, I]`` times weight, plus residual ``[T, O]``."""
+
+    def swiglu_linear_add(self, gate_up: Array, weight: Any, residual: Array) -> Array:
+        """silu(gates) * ups of ``[T, 2I]`` times weight, plus residual ``[T, O]``."""
+
+    def pack_mixer(self, weights: MixerWeights) -> Any:
+        """What ``mix`` takes."""
+
+    def mix(
+        self, projected: Array, weights: Any, batch: RaggedStates, conv_state: Array, state: Array
+    ) -> Array:
+        """See ``gated_delta_net.reference.mix``."""
+
+    def pack_attention(self, weights: AttentionWeights) -> Any:
+        """What ``attention`` takes."""
+
+    def attention(
+        self, projected: Array, weights: Any, batch: RaggedQueries, k_pool: Array, v_pool: Array
+    ) -> Array:
+        """See ``attention.reference.attention``."""
+
+
+def load_ops(backend: str = "auto") -> Ops:
+    """The operations of a backend. Raises ``ConfigError`` if it is unknown or cannot be had."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"kernel backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "torch":
+        # numba is an optional backend: this is the one place that loads it
+        try:
+            module = importlib.import_module("hyradix.kernels.compiled_ops")
+        except ImportError as error:
+            if backend == "compiled":
+                raise ConfigError(f"the compiled kernels need numba: {error}") from error
+        else:
+            ops: Ops = module.CompiledOps()
+            return ops
+    torch_ops: Ops = importlib.import_module("hyradix.kernels.torch_ops").TorchOps()
+    return torch_ops

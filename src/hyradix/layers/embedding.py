@@ -1,0 +1,27 @@
+"""Token ids to vectors, and vectors to logits. Owns: both weights, which may be one."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hyradix.kernels.ops import Array, Ops
+from hyradix.layers.norm import RmsNorm
+
+
+class Embedding:
+    """weight: ``[vocab, hidden]``; head: the same shape, or None where it is tied to ``weight``."""
+
+    def __init__(self, ops: Ops, weight: torch.Tensor, head: torch.Tensor | None) -> None:
+        self._ops = ops
+        self._weight = weight.contiguous()
+        self._head = ops.pack_linear(self._weight if head is None else head)
+
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
+        """``[T]`` -> ``[T, hidden]``."""
+        return self._ops.embed(self._weight, token_ids)
+
+    def logits(self, hidden: Array, norm: RmsNorm) -> torch.Tensor:
+        """``[M, hidden]``, not normalised yet -> float32 ``[M, vocab]``."""
+        return self._ops.tensor(self._ops.norm_linear(hidden, norm.packed, self._head))

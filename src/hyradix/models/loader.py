@@ -1,0 +1,164 @@
+"""From a model's name to a ``Decoder`` ready to run; and its ``ModelFacts`` without its weights.
+
+Owns: checking a checkpoint's weights against what the config implies, random weights.
+Does not know: pools, batches.
+Read next: ``decoder.py``, ``checkpoint.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from hyradix.config import ModelFacts
+from hyradix.errors import ModelLoadError
+from hyradix.kernels.ops import Ops, load_ops
+from hyradix.models import checkpoint
+from hyradix.models.checkpoint import Progress, listed
+from hyradix.models.config import ModelConfig, RawConfig
+from hyradix.models.decoder import Decoder, DecoderBuilder, Tensors, expected_shapes
+from hyradix.models.registry import FAMILIES, Family, find_family
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_config(directory: Path | str) -> ModelConfig:
+    """Parse config.json and, where there is one, generation_config.json."""
+    directory = Path(directory)
+    raw = checkpoint.read_json(directory / "config.json")
+    generation: RawConfig = {}
+    if (directory / "generation_config.json").exists():
+        generation = checkpoint.read_json(directory / "generation_config.json")
+    return find_family(raw).parse_config(raw, generation)
+
+
+def model_facts(
+    model: Path | str | ModelConfig, dtype: str = "float32", *, device: str = "cpu", name: str = ""
+) -> ModelFacts:
+    """What ``hyradix.config.resolve`` asks for, from config.json alone.
+
+    On the CPU, KV is float32 whatever ``dtype`` says: only weights follow it.
+    """
+    config = model if isinstance(model, ModelConfig) else load_config(model)
+    if not name and not isinstance(model, ModelConfig):
+        name = Path(model).name
+    shapes = expected_shapes(config, FAMILIES[config.family])
+    element_bytes = DTYPES[dtype].itemsize
+    return ModelFacts(
+        name=name or config.architecture,
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_position=config.max_position,
+        kv_bytes_per_slot=config.kv_bytes_per_slot(4 if device == "cpu" else element_bytes),
+        state_bytes_per_slot=config.state_bytes_per_slot,
+        eos_token_ids=config.eos_token_ids,
+        weight_bytes=sum(math.prod(shape) for shape in shapes.values()) * element_bytes,
+    )
+
+
+def load_model(
+    directory: Path | str,
+    *,
+    dtype: str = "float32",
+    load_format: str = "auto",
+    backend: str = "auto",
+    max_context: int | None = None,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Decoder:
+    """Load a checkpoint directory (see ``checkpoint.find_directory`` for hub names).
+
+    Args:
+        dtype: of linear weights and embeddings: float32 or bfloat16.
+        load_format: ``auto`` reads safetensors; ``dummy`` draws random weights from ``seed``.
+        backend: ``auto``, ``compiled`` or ``torch`` (see ``kernels.ops``).
+        max_context: longest sequence that will be run; default: the checkpoint's.
+
+    Raises: ``ModelLoadError``, listing every weight that is missing, unknown or of a wrong shape.
+    """
+    config = load_config(directory)
+    family, ops = FAMILIES[config.family], load_ops(backend)
+    report = on_progress or checkpoint._silent
+    if load_format == "dummy":
+        tensors = init_random(config, seed)
+    else:
+        tensors = _read(Path(directory), config, family, report)
+    return build_model(config, tensors, ops, dtype=dtype, max_context=max_context)
+
+
+def build_model(
+    config: ModelConfig,
+    tensors: Tensors,
+    ops: Ops,
+    *,
+    dtype: str = "float32",
+    max_context: int | None = None,
+) -> Decoder:
+    """A ``Decoder`` from flat named weights, which are taken out of ``tensors``."""
+    length = max_context or config.max_position
+    builder = DecoderBuilder(config, FAMILIES[config.family], ops, DTYPES[dtype], length)
+    with torch.inference_mode():
+        return builder.build(tensors)
+
+
+def _read(directory: Path, config: ModelConfig, family: Family, report: Progress) -> Tensors:
+    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+    for name, (path, shape) in checkpoint.shapes_in(checkpoint.shard_paths(directory)).items():
+        flat = family.map_name(name)
+        if flat is not None:
+            found[flat] = (path, name, shape)
+    if config.is_tied:
+        found.pop("lm_head.weight", None)  # some writers store the tied copy too
+    _check(
+        expected_shapes(config, family), {n: shape for n, (_, _, shape) in found.items()}, directory
+    )
+    flat_names = {name: flat for flat, (_, name, _) in found.items()}
+    by_path: dict[Path, list[str]] = {}
+    for path, name, _ in found.values():
+        by_path.setdefault(path, []).append(name)
+    tensors: Tensors = {}
+    for done, (name, tensor) in enumerate(checkpoint.read_tensors(by_path), start=1):
+        tensors[flat_names[name]] = tensor
+        report("weights", done, len(found))
+    return tensors
+
+
+def _check(
+    expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], directory: Path
+) -> None:
+    """Compare names and shapes. Raises ``ModelLoadError`` with all differences."""
+    faults = []
+    missing = sorted(expected.keys() - found.keys())
+    extra = sorted(found.keys() - expected.keys())
+    wrong = [
+        f"{name} {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    for label, names in (("missing", missing), ("unknown", extra), ("wrong shape", wrong)):
+        if names:
+            faults.append(f"{len(names)} {label}: {listed(names)}")
+    if faults:
+        raise ModelLoadError(
+            f"the weights in {directory} do not fit config.json; {'; '.join(faults)}"
+        )
+
+
+def init_random(config: ModelConfig, seed: int = 0) -> Tensors:
+    """Random float32 weights of the right shapes: for benchmarks, not for sense."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: Tensors = {}
+    for name, shape in expected_shapes(config, FAMILIES[config.family]).items():
+        tensor = torch.empty(shape)
+        if name.endswith("A_log"):
+            tensor.uniform_(0.01, 16.0, generator=generator).log_()
+        elif name.endswith(("dt_bias", "linear_attn.norm.weight")):
+            tensor.fill_(1.0)
+        elif name.endswith("norm.weight"):
+            tensor.zero_()
+        else:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        tensors[name] = tensor
+    return tensors

@@ -1,0 +1,125 @@
+"""Family ``qwen3_5`` (text part): config parsing and what its checkpoints call each weight.
+
+Owns: names and layouts. Does not know: files, layers' arithmetic.
+Two forms: flat (``qwen3_5_text``, weights ``model.layers...``) and nested (``qwen3_5``, config
+under ``text_config``, weights ``model.language_model.layers...`` beside a vision tower that is
+skipped, as are the ``mtp.`` draft weights).
+Read next: ``decoder.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hyradix.errors import ModelLoadError
+from hyradix.models.config import (
+    LayerKind,
+    ModelConfig,
+    RawConfig,
+    eos_ids,
+    positive,
+    require,
+    rope,
+)
+
+MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
+ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+Shapes = dict[str, tuple[int, ...]]
+Tensors = dict[str, torch.Tensor]
+
+_KINDS: dict[str, LayerKind] = {
+    "linear_attention": "recurrent",
+    "gated_delta_net": "recurrent",
+    "full_attention": "attention",
+}
+
+
+def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
+    """config.json (and generation_config.json, or ``{}``) to ``ModelConfig``."""
+    text = raw.get("text_config", raw)
+    if text is not raw and "tie_word_embeddings" not in text:
+        text = {**text, "tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+    return parse_text(
+        text, "qwen3_5", ARCHITECTURES[text is not raw], eos_ids(generation, raw, text)
+    )
+
+
+def parse_text(
+    text: RawConfig, family: str, architecture: str, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    """The keys that ``qwen3_5`` and ``qwen3_next`` have in common."""
+    if text.get("attention_bias", False):
+        raise ModelLoadError("config.json: attention_bias is not supported")
+    if text.get("hidden_act", "silu") != "silu":
+        raise ModelLoadError(f"config.json: hidden_act {text['hidden_act']!r} is not supported")
+    num_heads = positive(text, "num_attention_heads")
+    head_dim = positive({"head_dim": 256, **text}, "head_dim")
+    theta, rotary_dim = rope(text, head_dim)
+    config = ModelConfig(
+        family=family,
+        architecture=architecture,
+        layers=_layers(text),
+        vocab_size=positive(text, "vocab_size"),
+        hidden_size=positive(text, "hidden_size"),
+        intermediate_size=positive(text, "intermediate_size"),
+        eps=require({"rms_norm_eps": 1e-6, **text}, "rms_norm_eps", float),
+        max_position=positive(
+            {"max_position_embeddings": 32_768, **text}, "max_position_embeddings"
+        ),
+        is_tied=bool(text.get("tie_word_embeddings", False)),
+        num_heads=num_heads,
+        num_kv_heads=positive({"num_key_value_heads": num_heads, **text}, "num_key_value_heads"),
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        rope_theta=theta,
+        num_k_heads=positive(text, "linear_num_key_heads"),
+        num_v_heads=positive(text, "linear_num_value_heads"),
+        k_dim=positive(text, "linear_key_head_dim"),
+        v_dim=positive(text, "linear_value_head_dim"),
+        conv_width=positive(text, "linear_conv_kernel_dim"),
+        eos_token_ids=eos_token_ids,
+    )
+    if config.num_heads % config.num_kv_heads or config.num_v_heads % config.num_k_heads:
+        raise ModelLoadError("config.json: query heads must be a multiple of key heads")
+    return config
+
+
+def _layers(text: RawConfig) -> tuple[LayerKind, ...]:
+    count = positive(text, "num_hidden_layers")
+    interval = text.get("full_attention_interval", 4)
+    kinds = text.get("layer_types") or [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+    ]
+    unknown = sorted(set(kinds) - set(_KINDS))
+    if unknown or len(kinds) != count:
+        raise ModelLoadError(
+            f"config.json: layer_types must name {count} layers out of "
+            f"{', '.join(sorted(_KINDS))}; got {len(kinds)}, unknown: {unknown}"
+        )
+    return tuple(_KINDS[kind] for kind in kinds)
+
+
+def map_name(name: str) -> str | None:
+    """A checkpoint's weight name in the flat form, or None for what is not needed."""
+    if name.startswith(("model.visual.", "visual.", "mtp.", "model.mtp.")):
+        return None
+    prefix = "model.language_model."
+    return "model." + name[len(prefix) :] if name.startswith(prefix) else name
+
+
+def recurrent_shapes(config: ModelConfig) -> Shapes:
+    """The input projections of one recurrent layer."""
+    values = config.num_v_heads * config.v_dim
+    return {
+        "linear_attn.in_proj_qkv.weight": (config.conv_channels, config.hidden_size),
+        "linear_attn.in_proj_z.weight": (values, config.hidden_size),
+        "linear_attn.in_proj_b.weight": (config.num_v_heads, config.hidden_size),
+        "linear_attn.in_proj_a.weight": (config.num_v_heads, config.hidden_size),
+    }
+
+
+def recurrent_input(config: ModelConfig, layer: Tensors) -> torch.Tensor:
+    """Those as one matrix: q, k, v, z, b, a."""
+    return torch.cat(
+        [layer[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
+    )

@@ -1,0 +1,62 @@
+"""Family ``qwen3_next`` (dense layers only): config parsing and what its checkpoints call things.
+
+Owns: names and layouts. Does not know: files, layers' arithmetic.
+It differs from ``qwen3_5`` in the recurrent projections: two matrices, rows grouped by key head.
+Read next: ``qwen3_5.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hyradix.errors import ModelLoadError
+from hyradix.models.config import ModelConfig, RawConfig, eos_ids
+from hyradix.models.qwen3_5 import Shapes, Tensors, parse_text
+
+MODEL_TYPES = ("qwen3_next",)
+ARCHITECTURES = ("Qwen3NextForCausalLM",)
+
+
+def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
+    """config.json (and generation_config.json, or ``{}``) to ``ModelConfig``."""
+    sparse = _sparse_layers(raw)
+    if sparse:
+        raise ModelLoadError(
+            f"qwen3_next with mixture-of-experts layers ({len(sparse)} of them, first {sparse[0]}) "
+            "is not supported yet: num_experts must be 0 or mlp_only_layers name every layer"
+        )
+    return parse_text(raw, "qwen3_next", ARCHITECTURES[0], eos_ids(generation, raw))
+
+
+def _sparse_layers(raw: RawConfig) -> list[int]:
+    """Layers whose MLP is a mixture of experts."""
+    if not raw.get("num_experts", 512):
+        return []
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
+    count = int(raw.get("num_hidden_layers", 48))
+    return [i for i in range(count) if i not in dense and (i + 1) % step == 0]
+
+
+def map_name(name: str) -> str | None:
+    """A checkpoint's weight name in the flat form, or None for what is not needed."""
+    return None if name.startswith(("mtp.", "model.mtp.")) else name
+
+
+def recurrent_shapes(config: ModelConfig) -> Shapes:
+    """The input projections of one recurrent layer."""
+    values = config.num_v_heads * config.v_dim
+    return {
+        "linear_attn.in_proj_qkvz.weight": (config.conv_channels + values, config.hidden_size),
+        "linear_attn.in_proj_ba.weight": (2 * config.num_v_heads, config.hidden_size),
+    }
+
+
+def recurrent_input(config: ModelConfig, layer: Tensors) -> torch.Tensor:
+    """Those as one matrix with rows q, k, v, z, b, a, no longer grouped by key head."""
+    heads, ratio = config.num_k_heads, config.num_v_heads // config.num_k_heads
+    values = ratio * config.v_dim
+    sizes = [config.k_dim, config.k_dim, values, values]
+    qkvz = layer["linear_attn.in_proj_qkvz.weight"].unflatten(0, (heads, sum(sizes)))
+    ba = layer["linear_attn.in_proj_ba.weight"].unflatten(0, (heads, 2 * ratio))
+    parts = [*qkvz.split(sizes, dim=1), *ba.split([ratio, ratio], dim=1)]
+    return torch.cat([part.flatten(0, 1) for part in parts])

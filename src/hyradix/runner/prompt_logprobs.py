@@ -1,0 +1,74 @@
+"""Log probabilities of prompt tokens, from the hidden states of a prefill step.
+
+Owns: which positions are asked for, computing their logits a bounded piece at a time.
+Invariant: position p's hidden state gives the logits of token p + 1. Positions that are computed
+again (after a preemption) are reported again.
+Read next: ``runner.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hyradix.kernels.ops import Array
+from hyradix.models.decoder import Decoder
+from hyradix.request import Int32Array, PromptLogprobs, ScheduledBatch, TokenLogprobs
+from hyradix.runner.request_table import RequestTable
+
+MAX_LOGITS = 1 << 24
+"""Logits held at one time (64 MiB)."""
+
+
+class LogprobsOf(Protocol):
+    """The part of the sampler that is used here."""
+
+    def logprobs_of(
+        self, logits: torch.Tensor, token_ids: Int32Array, num_top: int
+    ) -> TokenLogprobs:
+        """Log probabilities of given tokens."""
+
+
+def prompt_logprobs(
+    batch: ScheduledBatch,
+    hidden: Array,
+    table: RequestTable,
+    model: Decoder,
+    sampler: LogprobsOf,
+) -> tuple[PromptLogprobs, ...]:
+    """For every row that asks for them: tokens [start + 1, min(start + n + 1, prompt length))."""
+    found = []
+    first = 0
+    for row, start, count in zip(
+        batch.rows.tolist(), batch.starts.tolist(), batch.num_tokens.tolist(), strict=True
+    ):
+        init = table.init_of(row)
+        num_top = None if init is None else init.sampling.prompt_logprobs
+        if init is not None and num_top is not None:
+            last = min(start + count, init.num_prompt_tokens - 1)
+            if last > start:
+                ids = table.token_ids[row, start + 1 : last + 1].copy()
+                states = hidden[first : first + last - start]
+                logprobs = _in_pieces(states, ids, num_top, model, sampler)
+                found.append(PromptLogprobs(row, start + 1, logprobs))
+        first += count
+    return tuple(found)
+
+
+def _in_pieces(
+    hidden: Array, ids: Int32Array, num_top: int, model: Decoder, sampler: LogprobsOf
+) -> TokenLogprobs:
+    size = max(1, MAX_LOGITS // model.config.vocab_size)
+    pieces = [
+        sampler.logprobs_of(model.logits(hidden[i : i + size]), ids[i : i + size], num_top)
+        for i in range(0, len(ids), size)
+    ]
+    return TokenLogprobs(
+        token_ids=np.concatenate([p.token_ids for p in pieces]),
+        logprobs=np.concatenate([p.logprobs for p in pieces]),
+        ranks=np.concatenate([p.ranks for p in pieces]),
+        top_ids=np.concatenate([p.top_ids for p in pieces]),
+        top_logprobs=np.concatenate([p.top_logprobs for p in pieces]),
+    )
