@@ -64,7 +64,7 @@ def test_minimum_gain(gain: int, urgent: bool) -> None:
 
 @pytest.mark.parametrize("cap", [1, 2, 5])
 def test_the_cap_keeps_the_best_kinds_and_the_prompts_end(cap: int) -> None:
-    marks = turns(*range(40, 400, 40)) + (Boundary(60, BoundaryKind.SYSTEM),)
+    marks = (*turns(*range(40, 400, 40)), Boundary(60, BoundaryKind.SYSTEM))
     result = plan(500, boundaries=marks, max_checkpoints=cap)
     assert len(result) == cap
     assert result[-1].position == 499

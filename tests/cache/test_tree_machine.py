@@ -15,12 +15,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from hyradix.cache.invariants import check_tree
 from hyradix.cache.kv_slots import KVSlots
-from hyradix.cache.node import Receipt
+from hyradix.cache.node import InsertResult, Receipt
 from hyradix.cache.state_slots import SlotPhase, StateSlots
 from hyradix.request import MissReason, Namespace
 from tests.support.tree_view import new_tree, pack, state_ref
 
-SPACES = [Namespace(), Namespace("ab", "c"), Namespace("a", "bc")]
+SPACES = [Namespace("ab", "c"), Namespace("a", "bc")]
 NUM_KV, NUM_STATES = 40, 8
 Prefix = tuple[Namespace, tuple[int, ...]]
 
@@ -106,6 +106,11 @@ class TreeMachine(RuleBasedStateMachine):
             row.kv = np.concatenate([found.kv_slots, self.kv.allocate(need)])
         return row
 
+    @rule(target=rows, row=rows, more=texts)
+    def follow(self, row: Row, more: tuple[int, ...]) -> Row:
+        """Another request with the same beginning, as most have."""
+        return self.start(row.namespace, (row.tokens + more)[:12])
+
     @rule(row=rows, depth=st.integers(1, 12), has_state=st.booleans(), from_top=st.booleans())
     def insert(self, row: Row, depth: int, has_state: bool, from_top: bool) -> None:
         if row.is_over:
@@ -140,7 +145,7 @@ class TreeMachine(RuleBasedStateMachine):
             else:
                 self.states.evict(slot)
 
-    def learn(self, row: Row, depth: int, held: int, result) -> None:  # noqa: ANN001
+    def learn(self, row: Row, depth: int, held: int, result: InsertResult) -> None:
         trees = [self.model_kv[row.namespace, row.tokens[:d]] for d in range(1, held + 1)]
         mine = row.kv[:held].tolist()
         duplicates = [m for m, t in zip(mine, trees, strict=True) if m != t]
@@ -254,6 +259,8 @@ class TreeMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for row in list(self.live):
             self.abort(row)
+        while self.model_states:
+            self.evict_state()
         self.evict_kv(NUM_KV)
         assert self.tree.roots() == {}, "an empty root is dropped"
         assert (self.tree.num_tokens, self.tree.num_states) == (0, 0)

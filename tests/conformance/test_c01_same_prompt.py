@@ -1,4 +1,4 @@
-"""C1, C10: the same prompt again, and one more token; lengths around every multiple that matters."""
+"""C1, C10: the same prompt again, and one more token, at lengths around every multiple."""
 
 from __future__ import annotations
 

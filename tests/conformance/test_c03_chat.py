@@ -48,10 +48,7 @@ def test_c3_six_turns(chunk: int, keeps_thinking: bool, overlap: bool) -> None:
         prompt, marks = chat.ask(turn)
         record = h.serve(prompt, 20 + turn, boundaries=marks)
         assert record.state.num_cached_tokens == expected, f"turn {turn}"
-        if keeps_thinking:
-            expected = len(prompt) + len(record.output) - 1
-        else:
-            expected = chat.last_user_end
+        expected = len(record.tokens) - 1 if keeps_thinking else chat.last_user_end
         kept.append(expected)
         along = depths_along(h.cache.tree, record.tokens)
         earlier = kept if not keeps_thinking else [*kept[:-1], expected]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.world import World
 
-QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @QUICK

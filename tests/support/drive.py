@@ -46,6 +46,26 @@ def small_vocab(vocab_size: int, **options: object) -> EngineConfig:
 class Driver(Harness):
     """See the module's docstring."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        submit = self.runner.submit
+
+        def checked(batch: ScheduledBatch) -> None:
+            self._check_writes(batch)
+            submit(batch)
+
+        self.runner.submit = checked  # type: ignore[method-assign]
+
+    def _check_writes(self, batch: ScheduledBatch) -> None:
+        """What the tree owns is read and never written: the fake's contents cannot tell."""
+        owned = np.zeros(self.config.num_kv_slots + 1, dtype=np.bool_)
+        for node in self.cache.tree.nodes():
+            owned[node.kv_slots] = True
+        parts = zip(batch.rows, batch.starts, batch.num_tokens, batch.write_from, strict=True)
+        for row, start, count, write_from in parts:
+            written = self.cache.table.kv_slots[row, max(start, write_from) : start + count]
+            assert not owned[written].any(), "a step writes KV that the tree owns"
+
     @property
     def num_in_flight(self) -> int:
         """Steps submitted and not yet committed."""

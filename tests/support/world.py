@@ -90,7 +90,7 @@ class World:
         """Prompts that share all but the last token."""
         prompt = self._prompt()
         for _ in range(3):
-            self._add(prompt[:-1] + [self.rng.randrange(2, VOCAB)], 3)
+            self._add([*prompt[:-1], self.rng.randrange(2, VOCAB)], 3)
 
     def turn(self) -> None:
         """One turn of the engine's loop."""
