@@ -157,4 +157,3 @@ class FakeRunner:
         assert len(set(late)) == len(late), "two writers of one state slot"
         assert 0 not in late, "a live row writes the sink"
         assert len(set(batch.rows.tolist())) == batch.num_rows, "a row appears twice"
-

@@ -80,7 +80,9 @@ class Harness:
     ) -> int | None:
         """Plays the text side: a 'stop string' completes at output token ``stop_at``."""
         at = self.stop_at.get(state.request_id)
-        if at is not None and state.num_output_tokens < at <= state.num_output_tokens + len(token_ids):
+        if at is not None and state.num_output_tokens < at <= state.num_output_tokens + len(
+            token_ids
+        ):
             return at - state.num_output_tokens
         return None
 

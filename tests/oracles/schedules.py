@@ -1,0 +1,214 @@
+"""Oracle O1 on a real model: random schedules against cold, cache-off runs of the same requests.
+
+Owns: making schedules, running them, comparing. A difference is allowed only where the reference
+itself was undecided: at a gap of under ``NEAR_TIE`` between its two best tokens; those are listed.
+
+    PYTHONPATH=.:src python -m tests.oracles.schedules --schedules 200 --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hyradix.engine.engine import Engine
+from hyradix.engine.messages import RequestOutput
+from hyradix.request import Boundary, BoundaryKind, FinishReason, Request, SamplingParams
+from tests.support.demo import DemoEngines
+
+NEAR_TIE = 1e-4
+CHUNKS = (7, 16, 128, 0)
+MAX_TOKENS = 12
+
+
+@dataclass
+class Tally:
+    """What the schedules of a run add up to."""
+
+    schedules: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    resumes: int = 0
+    resumes_off_chunk: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    near_ties: list[dict[str, object]] = field(default_factory=list)
+    failures: list[dict[str, object]] = field(default_factory=list)
+
+
+@dataclass
+class Item:
+    """One request of a schedule and what became of it."""
+
+    request: Request
+    tokens: list[int]
+    output: list[int] = field(default_factory=list)
+    last: RequestOutput | None = None
+
+
+def make_request(name: str, tokens: Sequence[int], boundaries: Sequence[int]) -> Request:
+    """A greedy request."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
+        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=2),
+        seed=0,
+        boundaries=tuple(Boundary(p, BoundaryKind.TURN) for p in boundaries),
+    )
+
+
+class Reference:
+    """Cold runs, cache off, one request at a time; remembered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[bytes, tuple[list[int], list[float]]] = {}
+
+    def run(self, request: Request) -> tuple[list[int], list[float]]:
+        """Output tokens, and the gap between the two best logprobs at each."""
+        key = request.prompt_token_ids
+        if key not in self._known:
+            assert self._engine.add(request) is None
+            tokens: list[int] = []
+            gaps: list[float] = []
+            while self._engine.has_work():
+                for output in self._engine.step():
+                    tokens += output.token_ids
+                    for item in output.logprobs or []:
+                        gaps.append(item.top[0][1] - item.top[1][1])
+            self._known[key] = (tokens, gaps)
+        return self._known[key]
+
+
+def random_prompt(rng: random.Random, documents: list[list[int]], done: list[Item]) -> list[int]:
+    """A prefix of a shared document or of a finished conversation, with or without a tail."""
+    if done and rng.random() < 0.45:
+        base = rng.choice(done)
+        tokens = base.tokens + base.output
+        if rng.random() < 0.3:
+            tokens = tokens[: rng.randint(1, len(tokens))]
+    else:
+        longest = rng.choice([60, 200, 400, 1000, 2000])
+        tokens = rng.choice(documents)[: rng.randint(1, longest)]
+    if rng.random() < 0.7:
+        tokens = tokens + [rng.randrange(10, 8000) for _ in range(rng.randint(1, 40))]
+    return tokens[:2000]
+
+
+def run_schedule(
+    rng: random.Random, engine: Engine, documents: list[list[int]], name: str
+) -> list[Item]:
+    """6 to 9 requests arriving at random; some are aborted; returns those that finished."""
+    items: dict[str, Item] = {}
+    waiting = rng.randint(6, 9)
+    while waiting or engine.has_work():
+        if waiting and (rng.random() < 0.25 or not engine.has_work()):
+            done = [i for i in items.values() if i.last is not None]
+            tokens = random_prompt(rng, documents, done)
+            marks = sorted({rng.randint(1, len(tokens)) for _ in range(rng.randint(0, 2))})
+            request = make_request(f"{name}-{waiting}", tokens, marks)
+            assert engine.add(request) is None
+            items[request.request_id] = Item(request, tokens)
+            waiting -= 1
+        if rng.random() < 0.01 and items:
+            engine.abort(rng.choice(list(items)))
+        for output in engine.step():
+            item = items[output.request_id]
+            item.output += output.token_ids
+            if output.is_finished:
+                item.last = output
+    return list(items.values())
+
+
+def compare(item: Item, reference: Reference, tally: Tally, chunk: int) -> None:
+    """Count one request; list its first difference, if there is one."""
+    assert item.last is not None
+    tally.requests += 1
+    tally.prompt_tokens += len(item.tokens)
+    tally.cached_tokens += item.last.num_cached_tokens
+    if item.last.num_cached_tokens:
+        tally.resumes += 1
+        tally.resumes_off_chunk += bool(chunk == 0 or item.last.num_cached_tokens % chunk)
+    if item.last.finish_reason is FinishReason.ABORT:
+        tally.aborted += 1
+    expected, gaps = reference.run(item.request)
+    got = item.output
+    if item.last.finish_reason is FinishReason.ABORT:
+        expected = expected[: len(got)]
+    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), None)
+    if at is None and len(got) == len(expected):
+        return
+    at = min(len(got), len(expected)) if at is None else at
+    entry = {
+        "request": item.request.request_id,
+        "position": at,
+        "gap": gaps[at] if at < len(gaps) else None,
+        "cached": item.last.num_cached_tokens,
+        "prompt": len(item.tokens),
+    }
+    is_tie = at < len(gaps) and gaps[at] < NEAR_TIE
+    (tally.near_ties if is_tie else tally.failures).append(entry)
+
+
+def run(engines: DemoEngines, count: int, seed: int = 0, **options: object) -> Tally:
+    """``count`` schedules; the chunk size goes round, the rest comes from ``options``."""
+    rng = random.Random(seed)
+    documents = [[rng.randrange(10, 8000) for _ in range(2000)] for _ in range(6)]
+    reference = Reference(engines.make(prefix_cache=False, max_requests=1))
+    tally = Tally()
+    for number in range(count):
+        chunk = CHUNKS[number % len(CHUNKS)]
+        choices = {"max_requests": rng.choice([2, 4, 8]), "states": rng.choice([12, 40])}
+        choices["track_interval"] = rng.choice([0, 4, 256])
+        engine = engines.make(max_prefill_tokens=chunk, **{**choices, **options})
+        items = run_schedule(rng, engine, documents, f"s{number}")
+        tally.schedules += 1
+        tally.preemptions += engine.stats().num_preemptions
+        for item in items:
+            compare(item, reference, tally, chunk)
+        if number % 3 == 2:
+            rng.shuffle(documents)
+    return tally
+
+
+def main() -> None:
+    """The recorded run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--force-preempt-every", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    started = time.monotonic()
+    tally = run(
+        DemoEngines(args.model),
+        args.schedules,
+        args.seed,
+        overlap=args.overlap,
+        force_preempt_every=args.force_preempt_every,
+        check_invariants=True,
+    )
+    result = asdict(tally) | {
+        "cached_share": tally.cached_tokens / tally.prompt_tokens,
+        "off_chunk_share": tally.resumes_off_chunk / max(tally.resumes, 1),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if tally.failures:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

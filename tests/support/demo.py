@@ -1,0 +1,36 @@
+"""Engines on the demo model that share one set of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hyradix.config import DeviceFacts, Settings, resolve
+from hyradix.engine.build import _info, find_model
+from hyradix.engine.engine import Engine
+from hyradix.models.loader import load_model, model_facts
+from hyradix.runner.runner import ModelRunner
+from hyradix.sampling.sampler import Sampler
+from hyradix.text.tokenizer import Tokenizer
+
+
+class DemoEngines:
+    """Loads the model once; ``make`` builds an engine with any settings on top of it."""
+
+    def __init__(self, model: str = "demo", *, dtype: str = "float32") -> None:
+        self.directory: Path = find_model(model)
+        self.dtype = dtype
+        self.tokenizer = Tokenizer.from_dir(self.directory)
+        self.facts = model_facts(self.directory, dtype, name="demo")
+        self.model = load_model(self.directory, dtype=dtype)
+
+    def make(self, **options: object) -> Engine:
+        """An engine; 64 Ki KV slots and 64 states unless told."""
+        defaults: dict[str, object] = {"kv_slots": 65_536, "states": 64, "dtype": self.dtype}
+        settings = Settings.from_options(**{**defaults, **options})
+        config = resolve(
+            settings, self.facts, DeviceFacts(kind="cpu", free_bytes=1 << 33, num_threads=2)
+        )
+        sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
+        runner = ModelRunner(self.model, config, sampler)
+        info = _info(config, self.facts, self.directory, 0.0)
+        return Engine(config, runner, self.tokenizer, info)
