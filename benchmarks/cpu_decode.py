@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch  # noqa: E402
-from helpers.player import Player  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from helpers.player import Player  # noqa: E402
 from hyradix.models.loader import init_random, load_config, load_model  # noqa: E402
 
 BATCHES = (1, 8, 32)
@@ -56,9 +56,7 @@ class Ours:
     name = "hyradix"
 
     def __init__(self, directory: Path, args: argparse.Namespace) -> None:
-        self.model = load_model(
-            directory, dtype=args.dtype, backend=args.backend, max_context=4096
-        )
+        self.model = load_model(directory, dtype=args.dtype, backend=args.backend, max_context=4096)
         self.threads = args.threads
         self._player(1).runner.warm_up()
 
@@ -169,7 +167,9 @@ def main() -> None:
             (_, ours), (_, theirs) = (engine.decode(ids, 8) for engine in engines)
             if ours != [row[:9] for row in theirs]:
                 print("note: greedy tokens differ (random weights give near ties)")
-        seconds = measure(engines, args.rounds, lambda e, ids=ids: e.decode(ids, args.new_tokens)[0])
+        seconds = measure(
+            engines, args.rounds, lambda e, ids=ids: e.decode(ids, args.new_tokens)[0]
+        )
         report(f"decode x{batch}", batch, seconds)
     for length in PREFILLS:
         ids = prompts(1, length, vocab_size)

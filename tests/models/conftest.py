@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: tests share the machine
+
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 COMMON = {
     "vocab_size": 97,

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -68,7 +67,7 @@ class CompiledOps:
     name = "compiled"
 
     def __init__(self) -> None:
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+        numba_support.prefer_openmp()
         self._parallel_from: float = _PARALLEL_FROM
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -137,8 +136,12 @@ class CompiledOps:
         num_v_heads, dv = weights.dt_bias.numel(), weights.norm.numel()
         channels, width = weights.conv.shape
         key_dim = (channels - num_v_heads * dv) // 2
-        q, k, v = weights.conv.split([key_dim, key_dim, num_v_heads * dv])
-        parts = [x.reshape(heads, -1, width).transpose(1, 2) for x in (q, k, v)]
+        pieces = (
+            weights.conv[:key_dim],
+            weights.conv[key_dim : 2 * key_dim],
+            weights.conv[2 * key_dim :],
+        )
+        parts = [x.reshape(heads, -1, width).transpose(1, 2) for x in pieces]
         conv = torch.cat(parts, dim=2).contiguous().numpy()
         vectors = (weights.decay_rate, weights.dt_bias, weights.norm)
         return (heads, conv, *(x.contiguous().numpy() for x in vectors), np.float32(weights.eps))
@@ -179,12 +182,16 @@ class CompiledOps:
         q = np.empty((projected.shape[0], heads, dim), np.float32)
         out = np.empty((projected.shape[0], heads * dim), np.float32)
         is_large = projected.size > self._parallel_from
-        prepare = attention_kernels.prepare_parallel if is_large else attention_kernels.prepare_serial
+        prepare = (
+            attention_kernels.prepare_parallel if is_large else attention_kernels.prepare_serial
+        )
         prepare(projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q)
         if len(batch.short_tokens):
             work = int(batch.short_lengths.sum()) * heads * dim
             is_large = work > 4 * self._parallel_from
-            decode = attention_kernels.decode_parallel if is_large else attention_kernels.decode_serial
+            decode = (
+                attention_kernels.decode_parallel if is_large else attention_kernels.decode_serial
+            )
             decode(
                 q, batch.short_tokens, batch.short_rows, batch.short_lengths, batch.kv_table,
                 k_pool, v_pool, projected, out,

@@ -36,10 +36,17 @@ def prepare_process() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
+def prefer_openmp() -> None:
+    """Choose the OpenMP layer where there is one. Call before the first parallel kernel runs."""
+    config: Any = numba.config
+    config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+
 def set_num_threads(num_threads: int) -> None:
     """Give torch and the compiled kernels the same number of threads."""
+    config: Any = numba.config
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
 
 
 def compiled(*, parallel: bool = False, inline: bool = False) -> Callable[[Any], Any]:
@@ -103,7 +110,8 @@ def exp32(x):  # type: ignore[no-untyped-def]
     p = p * r + _C4
     p = p * r + _C5
     y = p * (r * r) + r + _ONE
-    return y * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    bits = (np.int32(n) + np.int32(127)) << np.int32(23)
+    return y * float_from_bits(bits)  # type: ignore[call-arg]
 
 
 @compiled(inline=True)

@@ -23,18 +23,18 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
 
 
-class Float32x16(types.Type):  # type: ignore[misc]
+class Float32x16(types.Type):
     """Numba type of a vector of sixteen float32."""
 
     def __init__(self) -> None:
         super().__init__(name="Float32x16")
 
 
-vector = Float32x16()
+vector: Any = Float32x16()  # type: ignore[no-untyped-call]
 
 
 @register_model(Float32x16)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, _VECTOR)
 
@@ -48,7 +48,9 @@ def splat(builder: Any, scalar: Any, *, lanes: int = LANES) -> Any:
     return builder.shuffle_vector(one, one, order)
 
 
-def call(builder: Any, name: str, result: Any, arguments: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
+def call(
+    builder: Any, name: str, result: Any, arguments: list[Any], fastmath: tuple[str, ...] = ()
+) -> Any:
     """IR: call an LLVM intrinsic by its mangled name."""
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(result, [a.type for a in arguments]), name

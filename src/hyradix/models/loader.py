@@ -111,7 +111,9 @@ def _read(directory: Path, config: ModelConfig, family: Family, report: Progress
             found[flat] = (path, name, shape)
     if config.is_tied:
         found.pop("lm_head.weight", None)  # some writers store the tied copy too
-    _check(expected_shapes(config, family), {n: shape for n, (_, _, shape) in found.items()}, directory)
+    _check(
+        expected_shapes(config, family), {n: shape for n, (_, _, shape) in found.items()}, directory
+    )
     flat_names = {name: flat for flat, (_, name, _) in found.items()}
     by_path: dict[Path, list[str]] = {}
     for path, name, _ in found.values():
@@ -139,7 +141,9 @@ def _check(
         if names:
             faults.append(f"{len(names)} {label}: {listed(names)}")
     if faults:
-        raise ModelLoadError(f"the weights in {directory} do not fit config.json; {'; '.join(faults)}")
+        raise ModelLoadError(
+            f"the weights in {directory} do not fit config.json; {'; '.join(faults)}"
+        )
 
 
 def init_random(config: ModelConfig, seed: int = 0) -> Tensors:

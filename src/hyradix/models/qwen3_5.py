@@ -22,8 +22,8 @@ from hyradix.models.config import (
     rope,
 )
 
-MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
-ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+MODEL_TYPES: tuple[str, ...] = ("qwen3_5_text", "qwen3_5")
+ARCHITECTURES: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +39,9 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     text = raw.get("text_config", raw)
     if text is not raw and "tie_word_embeddings" not in text:
         text = {**text, "tie_word_embeddings": raw.get("tie_word_embeddings", False)}
-    return parse_text(text, "qwen3_5", ARCHITECTURES[text is not raw], eos_ids(generation, raw, text))
+    return parse_text(
+        text, "qwen3_5", ARCHITECTURES[text is not raw], eos_ids(generation, raw, text)
+    )
 
 
 def parse_text(
@@ -61,7 +63,9 @@ def parse_text(
         hidden_size=positive(text, "hidden_size"),
         intermediate_size=positive(text, "intermediate_size"),
         eps=require({"rms_norm_eps": 1e-6, **text}, "rms_norm_eps", float),
-        max_position=positive({"max_position_embeddings": 32_768, **text}, "max_position_embeddings"),
+        max_position=positive(
+            {"max_position_embeddings": 32_768, **text}, "max_position_embeddings"
+        ),
         is_tied=bool(text.get("tie_word_embeddings", False)),
         num_heads=num_heads,
         num_kv_heads=positive({"num_key_value_heads": num_heads, **text}, "num_key_value_heads"),
@@ -116,4 +120,6 @@ def recurrent_shapes(config: ModelConfig) -> Shapes:
 
 def recurrent_input(config: ModelConfig, layer: Tensors) -> torch.Tensor:
     """Those as one matrix: q, k, v, z, b, a."""
-    return torch.cat([layer[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
+    return torch.cat(
+        [layer[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
+    )

@@ -25,12 +25,15 @@ from hyradix.kernels.ops import Array
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
 from hyradix.request import (
+    SINK,
     BoolArray,
     Int32Array,
     Int64Array,
     PromptLogprobs,
     SamplingParams,
     ScheduledBatch,
+    StateOp,
+    StateOpKind,
     StepOutput,
     TokenLogprobs,
 )
@@ -113,13 +116,12 @@ class ModelRunner:
             rows=one,
             starts=one,
             num_tokens=one + 1,
-            write_from=one,
+            write_from=one + 1,  # nothing is written to the KV pool
             state_slots=one,
             samples=np.ones(1, np.bool_),
         )
         with torch.inference_mode():
-            self.pools.states.poison([0])
-            self.pools.kv.poison([0])
+            self.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
             prepared = prepare(batch, self.table)
             self._model.ops.warm_up(lambda: self._model.warm_up(self._context(prepared)))
 
@@ -174,9 +176,7 @@ class ModelRunner:
             hidden = self._model.ops.select(hidden, last)
         rows = prepared.queries.rows[index]
         positions = batch.starts[index] + batch.num_tokens[index]
-        result = self._sampler.sample(
-            self._model.logits(hidden), rows, positions.astype(np.int64)
-        )
+        result = self._sampler.sample(self._model.logits(hidden), rows, positions.astype(np.int64))
         self.table.write_sampled(rows, positions, result.token_ids)
         return StepOutput(
             step=batch.step,

@@ -5,7 +5,8 @@ Invariants: one query's result depends on its own row's slots only, summed in sl
 thread: it has the same bits in whatever batch it is computed.
 Read next: ``reference.py`` (the readable twin; shapes are described there).
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: ignore-errors
+# (kernels are typed by numba, not by annotations)
 
 from __future__ import annotations
 
@@ -176,7 +177,7 @@ def _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, proje
 
 @compiled()
 def decode_serial(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
-    """Attention of single queries: token ``tokens[i]`` of table row ``rows[i]`` sees ``lengths[i]``.
+    """Single queries: token ``tokens[i]`` of table row ``rows[i]`` sees ``lengths[i]`` keys.
 
     q: ``[T, H, D]``; out: ``[T, H D]``, gated by the last H D columns of ``projected``.
     """

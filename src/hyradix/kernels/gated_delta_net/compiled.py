@@ -11,7 +11,8 @@ Invariants:
   and describes the shapes.
 Read next: ``reference.py``.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: ignore-errors
+# (kernels are typed by numba, not by annotations)
 
 from __future__ import annotations
 
@@ -172,8 +173,10 @@ def _save(state, conv_state, slot, target, group, size, window, newest, width, c
 
 
 @compiled()
-def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, conv_state, state,
-               decay_rate, dt_bias, norm_weight, eps, save_at, save_slots, save, save_last, out):  # fmt: skip
+def _run_group(
+    projected, first, last, slot, group, num_k_heads, conv_weight, conv_state, state, decay_rate,
+    dt_bias, norm_weight, eps, save_at, save_slots, save, save_last, out,
+):  # fmt: skip
     """All tokens of one sequence for one key head and its value heads."""
     num_v_heads, dk, dv = state.shape[1:]
     ratio = num_v_heads // num_k_heads
@@ -221,8 +224,10 @@ def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, co
 
 
 @compiled()
-def mix_serial(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state,
-               decay_rate, dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out):  # fmt: skip
+def mix_serial(
+    projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state, decay_rate,
+    dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out,
+):  # fmt: skip
     """``reference.mix`` on one thread; conv_weight is [Hk, K, channels of one group]."""
     for task in range(state_slots.size * num_k_heads):
         row = task // num_k_heads
@@ -233,8 +238,10 @@ def mix_serial(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, con
 
 
 @compiled(parallel=True)
-def mix_parallel(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state,
-                 decay_rate, dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out):  # fmt: skip
+def mix_parallel(
+    projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state, decay_rate,
+    dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out,
+):  # fmt: skip
     """``mix_serial`` over all threads (another name: numba's cache tells functions by name)."""
     for task in prange(state_slots.size * num_k_heads):
         row = task // num_k_heads

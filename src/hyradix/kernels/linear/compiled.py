@@ -5,7 +5,8 @@ Invariant: an output element is summed in one order, whatever the number of rows
 sequence alone or in a batch gives the same bits.
 Read next: ``tile.py``.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: ignore-errors
+# (kernels are typed by numba, not by annotations)
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def _cover(weight, first, last, x, out):
 
 @compiled(parallel=True)
 def multiply(weight, x, out):
-    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T, float32; weight float32 or bf16 as uint16."""
+    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T; weight float32, or bf16 as uint16."""
     total = weight.shape[0]
     for block in prange((total + _BLOCK - 1) // _BLOCK):
         _cover(weight, block * _BLOCK, min(total, (block + 1) * _BLOCK), x, out)
