@@ -78,17 +78,9 @@ def _prepare_token(projected, t, position, slot, q_norm, k_norm, eps, angles, k_
 
 
 @compiled()
-def prepare_serial(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_pool, q):
+def prepare(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_pool, q):
     """Normalise and rotate q and k, write k and v to their slots; q: ``[T, H, D]``."""
     for t in range(positions.size):
-        _prepare_token(projected, t, positions[t], slots[t], q_norm, k_norm, eps, angles, k_pool,
-                       v_pool, q)  # fmt: skip
-
-
-@compiled(parallel=True)
-def prepare_parallel(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_pool, q):
-    """``prepare_serial`` over all threads."""
-    for t in prange(positions.size):
         _prepare_token(projected, t, positions[t], slots[t], q_norm, k_norm, eps, angles, k_pool,
                        v_pool, q)  # fmt: skip
 
@@ -188,5 +180,6 @@ def decode_serial(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected,
 @compiled(parallel=True)
 def decode_parallel(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
     """``decode_serial`` over all threads."""
-    for task in prange(tokens.size * k_pool.shape[1]):
+    for i in prange(tokens.size * k_pool.shape[1]):
+        task = np.int64(i)
         _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out)

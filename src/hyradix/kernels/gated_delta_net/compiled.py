@@ -186,9 +186,9 @@ def _run_group(
     a0 = b0 + num_v_heads
     width, channels = conv_weight.shape[1], conv_weight.shape[2]
     segments = np.empty((3, 2), np.int64)
-    segments[0] = group * dk, dk
-    segments[1] = (num_k_heads + group) * dk, dk
-    segments[2] = v0 + group * ratio * dv, ratio * dv
+    segments[0, 0], segments[0, 1] = group * dk, dk
+    segments[1, 0], segments[1, 1] = (num_k_heads + group) * dk, dk
+    segments[2, 0], segments[2, 1] = v0 + group * ratio * dv, ratio * dv
     window = np.empty(width * channels, np.float32)
     mixed = np.empty(channels, np.float32)
     o, gate = np.empty(dv, np.float32), np.empty(dv, np.float32)
@@ -243,7 +243,8 @@ def mix_parallel(
     dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out,
 ):  # fmt: skip
     """``mix_serial`` over all threads (another name: numba's cache tells functions by name)."""
-    for task in prange(state_slots.size * num_k_heads):
+    for i in prange(state_slots.size * num_k_heads):
+        task = np.int64(i)  # signed, as in the serial form: one compilation serves both
         row = task // num_k_heads
         _run_group(projected, cu_seqlens[row], cu_seqlens[row + 1], state_slots[row],
                    task % num_k_heads, num_k_heads, conv_weight, conv_state, state, decay_rate,
