@@ -30,13 +30,13 @@ class Float32x16(types.Type):
         super().__init__(name="Float32x16")
 
 
-vector: Any = Float32x16()  # type: ignore[no-untyped-call]
+vector: Any = Float32x16()
 
 
 @register_model(Float32x16)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _VECTOR)
+        super().__init__(manager, numba_type, _VECTOR)  # type: ignore[no-untyped-call]
 
 
 def splat(builder: Any, scalar: Any, *, lanes: int = LANES) -> Any:

@@ -80,7 +80,7 @@ def _add(residual, first, last, out):
 
 @compiled(parallel=True)
 def multiply(weight, x, residual, out):
-    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T + residual ``[M, O]`` (or ``[0, 0]``: none).
+    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T + residual ``[M, O]`` (``[0, 0]``: none).
 
     The weight is float32, or bf16 seen as uint16.
     """

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from hyradix.kernels.numba_support import compiled
 
 _ONE = np.float32(1.0)
