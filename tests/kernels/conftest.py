@@ -1,3 +1,3 @@
-import os
+from hyradix.kernels.process import prepare_process
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: tests share the machine
+prepare_process()  # before torch: tests share the machine

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: tests share the machine
-
 import pytest
 import torch
 from transformers import (

@@ -14,7 +14,6 @@ Read next: ``compiled_ops.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,16 +23,6 @@ import torch  # loads libgomp first, so that numba's OpenMP layer binds to the s
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-
-SPIN_COUNT = "1000"
-
-
-def prepare_process() -> None:
-    """Make OpenMP threads yield early. Call before torch is imported; later it has no effect.
-
-    A second busy process turns milliseconds into hundreds with the default spinning.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def prefer_openmp() -> None:

@@ -64,7 +64,7 @@ class TokenSampler(Protocol):
         row: int,
         params: SamplingParams,
         seed: int,
-        prompt_ids: Int32Array,
+        token_ids: Int32Array,
         num_prompt_tokens: int,
     ) -> None:
         """A request enters ``row`` with all tokens known so far."""
