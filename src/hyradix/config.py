@@ -74,11 +74,18 @@ class Settings:
     track_interval: int = 256
     """Decode tokens between periodic saves of a running request's state; 0 = never."""
     overlap: bool = False
+    """Schedule step N+1 while step N runs."""
+    order: str = "fcfs"
+    """How the queue is ordered: fcfs, or longest_prefix (cached) first."""
     force_preempt_every: int = 0
+    """For tests: preempt the youngest request every N steps; 0 = never."""
     preempt_donate: str = "always"
+    """Whether a preempted request leaves its working state in the cache (else its last track)."""
     max_queue: int = 1024
     check_invariants: bool = False
     warmup_prompts_file: str | None = None
+    pin: bool = False
+    """Never evict the prefixes of the warm-up prompts."""
     seed: int | None = None
 
     @classmethod
@@ -115,6 +122,7 @@ class EngineConfig:
     max_checkpoints: int
     track_interval: int
     overlap: bool
+    order: str
     force_preempt_every: int
     preempt_donate: str
     max_queue: int
@@ -164,6 +172,7 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
         max_checkpoints=settings.max_checkpoints,
         track_interval=settings.track_interval,
         overlap=settings.overlap,
+        order=settings.order,
         force_preempt_every=settings.force_preempt_every,
         preempt_donate=settings.preempt_donate,
         max_queue=settings.max_queue,
@@ -242,6 +251,7 @@ def _check(s: Settings) -> None:
     choices = {
         "dtype": ("auto", "float32", "bfloat16"),
         "policy": ("lru",),
+        "order": ("fcfs", "longest_prefix"),
         "preempt_donate": ("always", "never"),
         "device": ("auto", "cpu", "cuda"),
     }

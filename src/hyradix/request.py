@@ -251,7 +251,7 @@ class StateOp:
 
 @dataclass(frozen=True, slots=True)
 class StateSave:
-    """ "While running row ``row`` (a request row) write the state at exactly ``depth`` to ``slot``".
+    """While running request row ``row``, write the state at exactly ``depth`` to ``slot``.
 
     start < depth <= start + num_tokens of that row in this step. At depth == start + num_tokens
     this equals a copy of the working state after the forward.

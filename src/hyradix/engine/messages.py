@@ -87,6 +87,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """What the engine tells when it is ready."""
 
     model_name: str
+    model_dir: str
+    """Where the weights, tokenizer and chat template were found (resolved, absolute)."""
     architecture: str
     vocab_size: int
     max_context: int

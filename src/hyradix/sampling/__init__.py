@@ -1,1 +1,1 @@
-
+"""Logits to token ids. Read ``sampler.py`` first."""

@@ -1,0 +1,8 @@
+"""``python -m hyradix``: the same as the ``hyradix`` command."""
+
+from __future__ import annotations
+
+from hyradix.server.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""From settings to a running engine: the one place where every part is put together.
+
+Owns: the order of start-up (find, resolve, load, warm up). Does not know: processes, HTTP.
+Read next: ``engine.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from hyradix.config import EngineConfig, ModelFacts, Settings, resolve
+from hyradix.engine.device import device_facts
+from hyradix.engine.engine import Engine
+from hyradix.engine.messages import EngineInfo
+from hyradix.engine.warmup import run_warmup
+from hyradix.models.checkpoint import find_directory
+from hyradix.models.loader import load_model, model_facts
+from hyradix.runner.runner import ModelRunner
+from hyradix.sampling.sampler import Sampler
+from hyradix.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("hyradix.engine")
+
+DEMO = "demo"
+Progress = Callable[[str, int, int], None]
+
+
+def find_model(name: str, on_progress: Progress | None = None) -> Path:
+    """The directory of a model: ``demo``, a path, or a hub name. Raises ``ModelLoadError``."""
+    if name == DEMO:
+        return Path(str(resources.files("hyradix") / "demo_model"))
+    return find_directory(name, on_progress=on_progress).resolve()
+
+
+def build_engine(settings: Settings, on_progress: Progress) -> Engine:
+    """Load everything; returns when the first request could run. Raises ``HyradixError``."""
+    started = time.monotonic()
+    directory = find_model(settings.model, on_progress)
+    device = device_facts("cpu" if settings.device == "auto" else settings.device)
+    tokenizer = Tokenizer.from_dir(directory)
+    facts = _facts(settings, directory, tokenizer)
+    config = resolve(settings, facts, device)
+    model = load_model(
+        directory, dtype=config.dtype, max_context=config.max_context, on_progress=on_progress
+    )
+    sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
+    runner = ModelRunner(model, config, sampler)
+    on_progress("kernels", 0, 1)
+    runner.warm_up()
+    on_progress("kernels", 1, 1)
+    info = _info(config, facts, directory, time.monotonic() - started)
+    engine = Engine(config, runner, tokenizer, info)
+    if settings.warmup_prompts_file is not None:
+        run_warmup(engine, settings, directory, tokenizer, on_progress)
+    return engine
+
+
+def _facts(settings: Settings, directory: Path, tokenizer: Tokenizer) -> ModelFacts:
+    dtype = "float32" if settings.dtype == "auto" else settings.dtype
+    name = "hyradix-demo" if settings.model == DEMO else settings.model.rstrip("/")
+    if Path(name).is_dir():
+        name = directory.name
+    facts = model_facts(directory, dtype, name=name)
+    if facts.eos_token_ids:
+        return facts
+    return replace(facts, eos_token_ids=tuple(tokenizer.eos_token_ids))
+
+
+def _info(config: EngineConfig, facts: ModelFacts, directory: Path, load_s: float) -> EngineInfo:
+    return EngineInfo(
+        model_name=config.model_name,
+        architecture=facts.architecture,
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+        max_requests=config.max_requests,
+        num_kv_slots=config.num_kv_slots,
+        num_states=config.num_states,
+        kv_pool_bytes=config.kv_pool_bytes,
+        state_pool_bytes=config.state_pool_bytes,
+        weight_bytes=facts.weight_bytes,
+        dtype=config.dtype,
+        device=config.device,
+        load_s=load_s,
+        model_dir=str(directory),
+    )

@@ -1,0 +1,200 @@
+"""One request inside the engine: its tokens, how far it is, and the only place its status changes.
+
+    WAITING --admit--> RUNNING --end--> FINISHING --settle--> FINISHED
+    WAITING --end--> FINISHED
+    RUNNING --preempt--> PREEMPTED --requeue--> WAITING
+    PREEMPTED --end--> FINISHING
+    (FINISHING, PREEMPTED: no more is scheduled, but steps in flight may still name its row)
+
+Owns: ``Status`` and its transitions, token counts. Does not know: slots, batches.
+Invariants: num_computed_tokens <= num_scheduled_tokens <= number of known tokens (+ those being
+sampled in flight); tokens are only appended, and only by commit.
+Read next: ``scheduler.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hyradix.cache.holding import Holding
+from hyradix.request import FinishReason, Int32Array, MissReason, Request
+
+
+class Status(enum.Enum):
+    """See the module's docstring."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+
+
+class TokenBuffer:
+    """A growing little-endian int32 buffer: what keys, digests and token updates are cut from."""
+
+    def __init__(self, tokens: bytes) -> None:
+        self._buffer = bytearray(tokens)
+
+    def __len__(self) -> int:
+        return len(self._buffer) // 4
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add sampled tokens."""
+        self._buffer += np.asarray(token_ids, dtype="<i4").tobytes()
+
+    def to_bytes(self) -> bytes:
+        """All tokens (a copy)."""
+        return bytes(self._buffer)
+
+    def array(self) -> Int32Array:
+        """All tokens as ``int32[n]`` (a copy)."""
+        return np.frombuffer(bytes(self._buffer), dtype="<i4").astype(np.int32, copy=False)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """See the module's docstring. ``max_total_tokens``: prompt and reply may reach this length."""
+
+    request: Request
+    max_total_tokens: int
+    tokens: TokenBuffer
+    arrival: int = 0
+    """Order of arrival; the youngest is preempted first, the oldest admitted first."""
+    arrival_step: int = 0
+    status: Status = Status.WAITING
+    holding: Holding | None = None
+    num_prompt_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    """Positions whose computation has been scheduled."""
+    num_computed_tokens: int = 0
+    """Positions whose computation has been committed (= depth of the quiet working state)."""
+    num_in_flight: int = 0
+    """Steps in flight that name this request's row."""
+    num_sampling: int = 0
+    """Tokens being sampled by steps in flight."""
+    prefill_end: int = 0
+    """Tokens known at admission: up to there it is a prefill, after that a decode."""
+    num_admissions: int = 0
+    waits_for: tuple[RequestState, int] | None = None
+    """A running request, and the depth of a state it is about to provide."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_kv_tokens: int = 0
+    miss_reason: MissReason = MissReason.NONE
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def create(cls, request: Request, *, max_context: int, arrival: int = 0) -> RequestState:
+        """A waiting request; ``max_total_tokens`` is capped at ``max_context``."""
+        num_prompt = request.num_prompt_tokens
+        limit = max_context
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, num_prompt + request.sampling.max_tokens)
+        return cls(
+            request=request,
+            max_total_tokens=limit,
+            tokens=TokenBuffer(request.prompt_token_ids),
+            arrival=arrival,
+            num_prompt_tokens=num_prompt,
+            stop_ids=frozenset(request.sampling.stop_token_ids or ()),
+        )
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled and committed."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that have a value on the device once the steps in flight are done."""
+        return len(self.tokens) + self.num_sampling
+
+    @property
+    def match_limit(self) -> int:
+        """How many tokens may come from the cache: the last one is always computed.
+
+        With prompt logprobs the logits of position 0 on are asked for, so nothing may (until
+        they have been delivered with the first token).
+        """
+        if self.request.sampling.prompt_logprobs is not None and self.num_output_tokens == 0:
+            return 0
+        return len(self.tokens) - 1
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a token is there to be computed."""
+        return (
+            self.status is Status.RUNNING
+            and self.num_scheduled_tokens < self.num_known_tokens
+            and self.num_known_tokens < self.max_total_tokens
+        )
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Running, and part of what was known at admission is not yet computed and committed."""
+        return self.status is Status.RUNNING and self.num_computed_tokens < self.prefill_end
+
+    @property
+    def is_draining(self) -> bool:
+        """No more is scheduled, but its slots come back only when it is quiet."""
+        return self.status in (Status.FINISHING, Status.PREEMPTED)
+
+    def admit(self, holding: Holding) -> None:
+        """WAITING -> RUNNING at the depth where computing resumes.
+
+        The figures a caller sees (cached tokens, reason) are those of the first admission.
+        """
+        assert self.status is Status.WAITING
+        self.status = Status.RUNNING
+        self.holding = holding
+        self.waits_for = None
+        self.num_scheduled_tokens = self.num_computed_tokens = holding.num_cached_tokens
+        self.prefill_end = len(self.tokens)
+        self.num_admissions += 1
+        if self.num_admissions == 1:
+            self.num_cached_tokens = holding.num_cached_tokens
+            self.num_kv_tokens = holding.num_kv_tokens
+            self.miss_reason = holding.miss_reason
+
+    def preempt(self) -> None:
+        """RUNNING -> PREEMPTED: nothing more is scheduled."""
+        assert self.status is Status.RUNNING
+        self.status = Status.PREEMPTED
+
+    def requeue(self) -> Holding:
+        """PREEMPTED -> WAITING; returns what is to be given back. No step names its row now."""
+        assert self.status is Status.PREEMPTED
+        self.status = Status.WAITING
+        return self._let_go()
+
+    def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """No more is scheduled. WAITING -> FINISHED; RUNNING, PREEMPTED -> FINISHING."""
+        assert self.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
+        is_waiting = self.status is Status.WAITING
+        self.status = Status.FINISHED if is_waiting else Status.FINISHING
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def settle(self) -> Holding:
+        """FINISHING -> FINISHED; returns what is to be given back. No step names its row now."""
+        assert self.status is Status.FINISHING
+        self.status = Status.FINISHED
+        return self._let_go()
+
+    def _let_go(self) -> Holding:
+        assert self.num_in_flight == 0, "a step in flight still names the row"
+        assert self.num_sampling == 0
+        assert self.holding is not None
+        holding, self.holding = self.holding, None
+        return holding

@@ -1,0 +1,50 @@
+"""Waiting for a prefix that somebody else is just computing.
+
+Owns: which running request is about to leave a state that a waiting one could resume from.
+Invariant: nobody waits for a request that is not prefilling any more, so the wait always ends.
+Source: DESIGN section 5, prefill. Read next: ``scheduler.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hyradix.cache.node import TOKEN_BYTES, Match
+from hyradix.cache.prefix_cache import PrefixCache
+from hyradix.cache.tree import common_prefix
+from hyradix.scheduler.request_state import RequestState
+
+
+def is_still_waiting(state: RequestState) -> bool:
+    """Whether the state that ``state`` waits for is still to come."""
+    if state.waits_for is None:
+        return False
+    provider, depth = state.waits_for
+    if provider.is_prefilling and provider.num_computed_tokens < depth:
+        return True
+    state.waits_for = None
+    return False
+
+
+def find_provider(
+    state: RequestState,
+    tokens: bytes,
+    match: Match,
+    running: Iterable[RequestState],
+    cache: PrefixCache,
+) -> tuple[RequestState, int] | None:
+    """The prefilling request that will leave the deepest state on ``tokens``, and its depth."""
+    best: tuple[RequestState, int] | None = None
+    wanted = tokens[: state.match_limit * TOKEN_BYTES]
+    for other in running:
+        if not other.is_prefilling or other.request.namespace != state.request.namespace:
+            continue
+        theirs = other.tokens.to_bytes()[: (other.prefill_end - 1) * TOKEN_BYTES]
+        shared = common_prefix(theirs, wanted)
+        if shared - match.num_cached_tokens < cache.config.min_gain:
+            continue
+        assert other.holding is not None
+        depth = cache.promise(other.holding, shared, other.num_scheduled_tokens)
+        if depth > (best[1] if best else match.num_cached_tokens):
+            best = (other, depth)
+    return best
