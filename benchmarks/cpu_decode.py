@@ -18,17 +18,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hyradix.kernels.process import prepare_process
+from hyradix.runner.threads import prepare_environment
 
-prepare_process()
+prepare_environment()
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from tests.support.player import Player  # noqa: E402
 
-from helpers.player import Player  # noqa: E402
 from hyradix.models.loader import init_random, load_config, load_model  # noqa: E402
 
 BATCHES = (1, 8, 32)

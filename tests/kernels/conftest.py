@@ -1,3 +1,3 @@
-from hyradix.kernels.process import prepare_process
+from hyradix.runner.threads import prepare_environment
 
-prepare_process()  # before torch: tests share the machine
+prepare_environment()  # before torch: tests share the machine

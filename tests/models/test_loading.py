@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import COMMON
 from safetensors.torch import load_file, save_file
+from tests.support.checkpoints import COMMON
 
 from hyradix.errors import ModelLoadError
 from hyradix.kernels.ops import load_ops

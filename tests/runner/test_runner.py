@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.support.player import Player
 
-from helpers.player import Player
 from hyradix.models.loader import load_model
 from hyradix.request import SamplingParams, ScheduledBatch, StateOp, StateOpKind, StateSave
 
