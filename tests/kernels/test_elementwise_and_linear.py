@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -81,3 +82,16 @@ def test_unknown_backend():
         load_ops("cuda-graphs")
     assert load_ops("torch").name == "torch"
     assert load_ops().name == "compiled"
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_cache(monkeypatch):
+    real = numba.njit
+
+    def no_locator(*args, **options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", no_locator)
+    kernel = compiled()(lambda x: x + x)
+    assert kernel(2) == 4

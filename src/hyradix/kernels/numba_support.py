@@ -15,6 +15,7 @@ Read next: ``compiled_ops.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -38,24 +39,49 @@ def set_num_threads(num_threads: int) -> None:
     numba.set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
 
 
+_ONLY_PRANGE = dict.fromkeys(
+    ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
+) | {"prange": True}
+"""Nothing but explicit loops is made parallel: the rest would only cost compilation."""
+
+
 def compiled(*, parallel: bool = False, inline: bool = False) -> Callable[[Any], Any]:
     """``numba.njit`` with this package's flags, cached on disk where that is possible."""
 
     def wrap(function: Callable[..., Any]) -> Any:
         options: dict[str, Any] = {
             "nogil": True,
-            "parallel": parallel,
+            "parallel": dict(_ONLY_PRANGE) if parallel else False,
             "fastmath": {"contract", "reassoc"},
             "error_model": "numpy",
         }
         if inline:
             options["forceinline"] = True
         try:
-            return numba.njit(cache=True, **options)(function)
+            return _tie_to_all_sources(numba.njit(cache=True, **options)(function))
         except RuntimeError:  # no directory for the cache can be written to
             return numba.njit(**options)(function)
 
     return wrap
+
+
+def _stamp_sources() -> tuple[tuple[str, int, int], ...]:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
+
+
+_SOURCES = _stamp_sources()
+
+
+def _tie_to_all_sources(dispatcher: Any) -> Any:
+    """Make a cached kernel stale when ANY kernel file changes.
+
+    numba itself looks at the file of the function alone, not at what is inlined into it.
+    """
+    cache_file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = (cache_file._source_stamp, _SOURCES)
+    return dispatcher
 
 
 @intrinsic
