@@ -79,7 +79,7 @@ def _tie_to_all_sources(dispatcher: Any) -> Any:
     numba itself looks at the file of the function alone, not at what is inlined into it.
     """
     cache_file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    if hasattr(cache_file, "_source_stamp"):
+    if cache_file is not None and hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = (cache_file._source_stamp, _SOURCES)
     return dispatcher
 
