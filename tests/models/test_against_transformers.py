@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.player import Player
 
-from helpers.player import Player
 from hyradix.models.loader import load_model
 
 TOLERANCE = 1e-4
