@@ -15,7 +15,14 @@ def test_cold() -> None:
     h = Driver(make_config())
     assert h.serve(BASE, 1).state.miss_reason is MissReason.COLD
     assert h.serve(text(2, 60), 1).state.miss_reason is MissReason.COLD
-    assert h.serve([BASE[0]], 1).state.miss_reason is MissReason.COLD
+    h.close()
+
+
+def test_beyond_last_where_nothing_may_be_resumed() -> None:
+    h = Driver(make_config())
+    h.serve(BASE, 1)
+    assert h.serve([BASE[0]], 1).state.miss_reason is MissReason.BEYOND_LAST
+    assert h.serve(BASE, 1, prompt_logprobs=0).state.miss_reason is MissReason.BEYOND_LAST
     h.close()
 
 

@@ -19,7 +19,9 @@ def grow(tree: RadixTree, tokens: list[int], first_kv: int, state: int | None) -
 
 def touch(tree: RadixTree, tokens: list[int]) -> None:
     match = tree.match_prefix(NOBODY, pack(tokens), limit=len(tokens))
-    tree.unlock_kv(tree.lock(match))
+    receipt = tree.lock(match)
+    tree.touch(receipt)
+    tree.unlock_kv(receipt)
 
 
 @pytest.fixture
