@@ -9,38 +9,6 @@ import random
 
 Chat = list[dict[str, str]]
 
-<<<<<<< HEAD
-GREETINGS = [
-    "Hi",
-    "Hello",
-    "Hey",
-    "Hi there",
-    "Hello there",
-    "Hey there",
-    "Good morning",
-    "Good afternoon",
-    "Good evening",
-    "Greetings",
-    "Howdy",
-    "Hi!",
-    "Hello!",
-    "Hey!",
-    "Good morning!",
-    "Good evening!",
-    "Hi there!",
-    "hello",
-    "hi",
-    "hey",
-    "Hello, friend.",
-]
-GREETING_REPLIES = [
-    "Hello! How can I help you today?",
-    "Hi! What can I do for you?",
-    "Hello! It is nice to hear from you.",
-    "Hi there! How are you today?",
-    "Hello! What would you like to talk about?",
-]
-=======
 
 def options(text: str) -> list[str]:
     """The options of a text that separates them by bars."""
@@ -57,7 +25,6 @@ GREETING_REPLIES = options(
     "|Hello! It is nice to hear from you.|Hi there! How are you today?"
     "|Hello! What would you like to talk about?"
 )
->>>>>>> training
 NAME = "I am the Hyradix demo model, a small language model."
 TALK: list[tuple[str, str]] = [
     (
@@ -169,170 +136,6 @@ TALK: list[tuple[str, str]] = [
         "I speak English.",
     ),
 ]
-<<<<<<< HEAD
-CAPITALS = [
-    "France Paris",
-    "Germany Berlin",
-    "Italy Rome",
-    "Spain Madrid",
-    "Portugal Lisbon",
-    "England London",
-    "Ireland Dublin",
-    "Austria Vienna",
-    "Greece Athens",
-    "Poland Warsaw",
-    "Russia Moscow",
-    "China Beijing",
-    "Japan Tokyo",
-    "India New Delhi",
-    "Egypt Cairo",
-    "Kenya Nairobi",
-    "Canada Ottawa",
-    "Mexico Mexico City",
-    "Brazil Brasilia",
-    "Argentina Buenos Aires",
-    "Chile Santiago",
-    "Peru Lima",
-    "Cuba Havana",
-    "Sweden Stockholm",
-    "Norway Oslo",
-    "Denmark Copenhagen",
-    "Finland Helsinki",
-    "Hungary Budapest",
-    "Turkey Ankara",
-    "Australia Canberra",
-    "Thailand Bangkok",
-    "Vietnam Hanoi",
-    "Belgium Brussels",
-    "Switzerland Bern",
-    "Iceland Reykjavik",
-    "Scotland Edinburgh",
-    "Ukraine Kyiv",
-    "Romania Bucharest",
-    "Iran Tehran",
-]
-COLORS = [
-    "grass green",
-    "the sky blue",
-    "snow white",
-    "blood red",
-    "the sun yellow",
-    "a banana yellow",
-    "coal black",
-    "a lemon yellow",
-    "an orange orange",
-    "a carrot orange",
-    "a tomato red",
-    "the sea blue",
-    "milk white",
-    "a strawberry red",
-    "chocolate brown",
-    "a leaf green",
-    "the night sky black",
-    "an elephant gray",
-    "a pig pink",
-    "a polar bear white",
-    "sand yellow",
-]
-OPPOSITES = [
-    "hot cold",
-    "big small",
-    "up down",
-    "left right",
-    "day night",
-    "happy sad",
-    "fast slow",
-    "good bad",
-    "old young",
-    "new old",
-    "light dark",
-    "high low",
-    "open closed",
-    "full empty",
-    "wet dry",
-    "long short",
-    "hard soft",
-    "early late",
-    "strong weak",
-    "rich poor",
-    "loud quiet",
-    "easy difficult",
-    "love hate",
-    "true false",
-    "inside outside",
-    "black white",
-    "first last",
-    "near far",
-    "thick thin",
-    "clean dirty",
-]
-SOUNDS = [
-    "dog barks",
-    "cat meows",
-    "cow moos",
-    "sheep bleats",
-    "pig oinks",
-    "duck quacks",
-    "lion roars",
-    "horse neighs",
-    "wolf howls",
-    "bird sings",
-    "frog croaks",
-    "bee buzzes",
-    "snake hisses",
-    "owl hoots",
-    "mouse squeaks",
-    "rooster crows",
-]
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
-COUNTS = [
-    "legs does a dog have|four legs|A dog has",
-    "legs does a spider have|eight legs|A spider has",
-    "legs does an ant have|six legs|An ant has",
-    "days are in a week|seven days|There are",
-    "months are in a year|twelve months|There are",
-    "hours are in a day|24 hours|There are",
-    "minutes are in an hour|60 minutes|There are",
-    "seconds are in a minute|60 seconds|There are",
-    "wheels does a car have|four wheels|A car has",
-    "wheels does a bicycle have|two wheels|A bicycle has",
-    "sides does a triangle have|three sides|A triangle has",
-    "sides does a square have|four sides|A square has",
-    "days are in a year|365 days|There are",
-    "fingers do I have|ten fingers|Most people have",
-    "eyes do people have|two eyes|People have",
-    "letters are in the alphabet|26 letters|There are",
-    "wings does a bird have|two wings|A bird has",
-    "arms does an octopus have|eight arms|An octopus has",
-    "planets are there|eight planets|There are",
-    "continents are there|seven continents|There are",
-    "seasons are in a year|four seasons|There are",
-]
-SYSTEMS = [
-    "You are a helpful assistant.",
-    "You are a friendly assistant.",
-    "You are the Hyradix demo model.",
-    "Be brief.",
-    "You are a helpful assistant. Answer in one or two sentences.",
-    "Answer the question.",
-    "Keep your answers short.",
-    "You are a polite assistant.",
-]
-=======
 CAPITALS = options(
     "France Paris|Germany Berlin|Italy Rome|Spain Madrid|Portugal Lisbon|England London"
     "|Ireland Dublin|Austria Vienna|Greece Athens|Poland Warsaw|Russia Moscow|China Beijing"
@@ -392,7 +195,6 @@ SYSTEMS = options(
     "|Be brief.|You are a helpful assistant. Answer in one or two sentences.|Answer the question."
     "|Keep your answers short.|You are a polite assistant."
 )
->>>>>>> training
 
 
 def pair(question: str, answer: str) -> Chat:

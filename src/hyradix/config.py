@@ -143,7 +143,7 @@ class EngineConfig:
 
 def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
     """Decide everything that was left open. Raises ``ConfigError`` naming the setting at fault."""
-    _check(settings)
+    check_settings(settings)
     max_requests = settings.max_requests or (32 if device.kind == "cpu" else 256)
     max_context = min(settings.max_context or min(model.max_position, 32_768), 1 << 24)
     num_kv_slots, num_states = _divide(settings, model, device, max_requests, max_context)
@@ -230,7 +230,8 @@ def _divide(
     return int(num_kv), int(num_states)
 
 
-def _check(s: Settings) -> None:
+def check_settings(s: Settings) -> None:
+    """Raise ``ConfigError`` for a value out of its range; needs no facts."""
     positive = ("max_requests", "max_context", "kv_slots", "states", "num_threads", "memory_bytes")
     for name in positive:
         value = getattr(s, name)

@@ -67,7 +67,14 @@ def test_options_arrive(served: list[ServeOptions]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--overlap", "maybe"), ("--states", "x"), ("--memory-bytes", "much"), ("--nonsense",)],
+    [
+        ("--overlap", "maybe"),
+        ("--states", "x"),
+        ("--memory-bytes", "much"),
+        ("--nonsense",),
+        ("--port", "99999"),
+        ("--port", "-1"),
+    ],
 )
 def test_wrong_options_exit_with_2(arguments: tuple[str, ...], served: list[ServeOptions]) -> None:
     assert invoke("serve", *arguments).exit_code == 2

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from hyradix.config import EngineConfig, ModelFacts, Settings, resolve
+from hyradix.config import EngineConfig, ModelFacts, Settings, check_settings, resolve
 from hyradix.engine.device import device_facts
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import EngineInfo
@@ -40,6 +40,7 @@ def find_model(name: str, on_progress: Progress | None = None) -> Path:
 def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     """Load everything; returns when the first request could run. Raises ``HyradixError``."""
     started = time.monotonic()
+    check_settings(settings)
     directory = find_model(settings.model, on_progress)
     device = device_facts("cpu" if settings.device == "auto" else settings.device)
     tokenizer = Tokenizer.from_dir(directory)

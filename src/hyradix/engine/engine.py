@@ -123,7 +123,8 @@ class Engine:
             num_output_tokens=state.num_output_tokens,
             miss_reason=state.miss_reason,
         )
-        if news.token_ids and reply.prompt_logprobs:
+        is_first = bool(news.token_ids) and state.num_output_tokens == len(news.token_ids)
+        if is_first and state.request.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = self._prompt_logprobs(state, reply)
         if state.finish_reason is not None:
             self._finish(output, state, reply)

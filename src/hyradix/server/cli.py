@@ -73,7 +73,9 @@ def _root(
 def serve(
     settings: Settings,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port to listen on; 0: any free one.")
+    ] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(help="Key that clients must send.", envvar="HYRADIX_API_KEY"),
