@@ -31,11 +31,7 @@ from typing import Any
 import httpx
 from figures import save, spread
 
-WORDS = (
-    "river stone garden window paper morning yellow travel music letter quiet market bread winter "
-    "silver teacher forest number simple answer bridge animal summer doctor office kitchen story "
-    "ocean planet circle friend engine report school village history science machine flower cloud"
-).split()
+WORDS = ["river", "stone", "garden", "window", "paper", "morning", "yellow", "travel", "music", "letter", "quiet", "market", "bread", "winter", "silver", "teacher", "forest", "number", "simple", "answer", "bridge", "animal", "summer", "doctor", "office", "kitchen", "story", "ocean", "planet", "circle", "friend", "engine", "report", "school", "village", "history", "science", "machine", "flower", "cloud"]
 
 
 @contextlib.contextmanager
