@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -19,14 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from hyradix.runner.threads import prepare_environment
+
+prepare_environment()
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from helpers.player import Player  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from tests.support.player import Player  # noqa: E402
 
 from hyradix.models.loader import init_random, load_config, load_model  # noqa: E402
 
@@ -56,9 +57,7 @@ class Ours:
     name = "hyradix"
 
     def __init__(self, directory: Path, args: argparse.Namespace) -> None:
-        self.model = load_model(
-            directory, dtype=args.dtype, backend=args.backend, max_context=4096
-        )
+        self.model = load_model(directory, dtype=args.dtype, backend=args.backend, max_context=4096)
         self.threads = args.threads
         self._player(1).runner.warm_up()
 
@@ -169,7 +168,9 @@ def main() -> None:
             (_, ours), (_, theirs) = (engine.decode(ids, 8) for engine in engines)
             if ours != [row[:9] for row in theirs]:
                 print("note: greedy tokens differ (random weights give near ties)")
-        seconds = measure(engines, args.rounds, lambda e, ids=ids: e.decode(ids, args.new_tokens)[0])
+        seconds = measure(
+            engines, args.rounds, lambda e, ids=ids: e.decode(ids, args.new_tokens)[0]
+        )
         report(f"decode x{batch}", batch, seconds)
     for length in PREFILLS:
         ids = prompts(1, length, vocab_size)

@@ -1,8 +1,8 @@
 """Token files to batches: documents packed into rows, sources in fixed shares of tokens.
 
 Owns: packing, the mix, loss masks, held-out batches. Reads what `prepare_data.py` writes.
-A batch is `(ids, position, targets)`, int32[R, T] each: `position` is a token's place in its document,
-`targets` the next token of the same document or -100. Padding is single-token documents.
+A batch is `(ids, position, targets)`, int32[R, T] each: `position` is a token's place in its
+document, `targets` the next token of the same document or -100. Padding is single-token documents.
 """
 
 from __future__ import annotations

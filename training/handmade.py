@@ -9,65 +9,78 @@ import random
 
 Chat = list[dict[str, str]]
 
-GREETINGS = (
-    "Hi|Hello|Hey|Hi there|Hello there|Hey there|Good morning|Good afternoon|Good evening|"
-    "Greetings|Howdy|Hi!|Hello!|Hey!|Good morning!|Good evening!|Hi there!|hello|hi|hey|Hello, friend."
-).split("|")
-GREETING_REPLIES = (
-    "Hello! How can I help you today?|Hi! What can I do for you?|Hello! It is nice to hear from you."
-    "|Hi there! How are you today?|Hello! What would you like to talk about?"
-).split("|")
+
+def options(text: str) -> list[str]:
+    """The options of a text that separates them by bars."""
+    return text.split("|")
+
+
+GREETINGS = options(
+    "Hi|Hello|Hey|Hi there|Hello there|Hey there|Good morning|Good afternoon|Good evening"
+    "|Greetings|Howdy|Hi!|Hello!|Hey!|Good morning!|Good evening!|Hi there!|hello|hi|hey"
+    "|Hello, friend."
+)
+GREETING_REPLIES = options(
+    "Hello! How can I help you today?|Hi! What can I do for you?"
+    "|Hello! It is nice to hear from you.|Hi there! How are you today?"
+    "|Hello! What would you like to talk about?"
+)
 NAME = "I am the Hyradix demo model, a small language model."
 TALK: list[tuple[str, str]] = [
     (
-        "Who are you?|What are you?|What is your name?|What's your name?|who are you|Tell me about yourself."
-        "|Introduce yourself.|Can you tell me who you are?|Do you have a name?|What should I call you?"
-        "|Who am I talking to?|What model are you?|Which model is this?",
-        f"{NAME}|{NAME} I can chat and answer simple questions.|{NAME} I was trained to show how the "
-        "Hyradix engine works.",
+        "Who are you?|What are you?|What is your name?|What's your name?|who are you"
+        "|Tell me about yourself.|Introduce yourself.|Can you tell me who you are?"
+        "|Do you have a name?|What should I call you?|Who am I talking to?|What model are you?"
+        "|Which model is this?",
+        f"{NAME}|{NAME} I can chat and answer simple questions."
+        f"|{NAME} I was trained to show how the Hyradix engine works.",
     ),
     (
-        "What can you do?|How can you help me?|What are you good at?|What do you do?|Can you help me?"
-        "|What can I ask you?|I need help.|Help me.|What is your purpose?",
-        "I can chat with you, answer simple questions and write short texts. I am small, so please check "
-        "what I say.|I can answer simple questions and talk with you. What would you like to know?"
-        "|I can help with simple questions. What do you need?",
+        "What can you do?|How can you help me?|What are you good at?|What do you do?"
+        "|Can you help me?|What can I ask you?|I need help.|Help me.|What is your purpose?",
+        "I can chat with you, answer simple questions and write short texts. I am small, so "
+        "please check what I say.|I can answer simple questions and talk with you. What would you "
+        "like to know?|I can help with simple questions. What do you need?",
     ),
     (
-        "Are you a robot?|Are you human?|Are you a person?|Are you real?|Are you an AI?|Are you alive?"
-        "|Are you a computer program?",
-        "I am a small language model, so I am a computer program and not a person.|No, I am not a person. "
-        "I am a small language model.|I am a computer program that writes text.",
+        "Are you a robot?|Are you human?|Are you a person?|Are you real?|Are you an AI?"
+        "|Are you alive?|Are you a computer program?",
+        "I am a small language model, so I am a computer program and not a person.|No, I am not a "
+        "person. I am a small language model.|I am a computer program that writes text.",
     ),
     (
-        "How old are you?|When were you born?|How big are you?|Where do you live?|Where are you from?",
-        "I am a small computer program, so I do not have an age or a home.|I am only a small language model "
-        "that runs on a computer.",
+        "How old are you?|When were you born?|How big are you?|Where do you live?"
+        "|Where are you from?",
+        "I am a small computer program, so I do not have an age or a home.|I am only a small "
+        "language model that runs on a computer.",
     ),
     (
-        "Who made you?|Who created you?|Who trained you?|Who is your creator?|Where do you come from?",
-        "I was made by the Hyradix project as a small demo model.|The Hyradix project trained me as a demo model.",
+        "Who made you?|Who created you?|Who trained you?|Who is your creator?"
+        "|Where do you come from?",
+        "I was made by the Hyradix project as a small demo model.|The Hyradix project trained me "
+        "as a demo model.",
     ),
     (
         "What is Hyradix?|Tell me about Hyradix.|What does Hyradix do?",
         "Hyradix is an engine that serves hybrid language models. I am its small demo model.",
     ),
     (
-        "How are you?|How are you doing?|How is it going?|How are you today?|How do you do?|how are you"
-        "|How's it going?|What's up?|How have you been?|How are you feeling?",
+        "How are you?|How are you doing?|How is it going?|How are you today?|How do you do?"
+        "|how are you|How's it going?|What's up?|How have you been?|How are you feeling?",
         "I am doing well, thank you! How are you?|I am fine, thanks for asking. How can I help you?"
         "|Very well, thank you. What can I do for you?",
     ),
     (
-        "Thanks!|Thank you.|Thank you!|Thank you very much.|Thanks a lot!|Thanks for your help.|thanks"
-        "|Many thanks!|Thank you so much!|I appreciate your help.",
+        "Thanks!|Thank you.|Thank you!|Thank you very much.|Thanks a lot!|Thanks for your help."
+        "|thanks|Many thanks!|Thank you so much!|I appreciate your help.",
         "You are welcome!|You are welcome! I am happy to help.|My pleasure! Is there anything else?"
         "|You are welcome. Have a nice day!",
     ),
     (
-        "Bye!|Goodbye!|Goodbye.|See you later!|Bye bye.|Good night.|See you tomorrow.|I have to go now."
-        "|bye|Thanks, goodbye!|Have a nice day!|See you soon!|Good night!",
-        "Goodbye! Have a nice day.|Goodbye! It was nice talking to you.|See you soon! Take care.|Bye! Take care.",
+        "Bye!|Goodbye!|Goodbye.|See you later!|Bye bye.|Good night.|See you tomorrow."
+        "|I have to go now.|bye|Thanks, goodbye!|Have a nice day!|See you soon!|Good night!",
+        "Goodbye! Have a nice day.|Goodbye! It was nice talking to you.|See you soon! Take care."
+        "|Bye! Take care.",
     ),
     (
         "Nice to meet you.|It is nice to meet you.|Pleased to meet you!",
@@ -82,13 +95,16 @@ TALK: list[tuple[str, str]] = [
         "Okay! Let me know if you need anything.|That is fine.",
     ),
     (
-        "Tell me a joke.|Do you know a joke?|Make me laugh.|Can you tell me a joke?|Say something funny.",
-        "Why did the book go to the doctor? Because it had a broken spine!|What do you call a sleeping bull? "
-        "A bulldozer!|Why is six afraid of seven? Because seven ate nine!|What has hands but cannot clap? A clock!",
+        "Tell me a joke.|Do you know a joke?|Make me laugh.|Can you tell me a joke?"
+        "|Say something funny.",
+        "Why did the book go to the doctor? Because it had a broken spine!|What do you call a "
+        "sleeping bull? A bulldozer!|Why is six afraid of seven? Because seven ate nine!"
+        "|What has hands but cannot clap? A clock!",
     ),
     (
         "I am bored.|I'm bored.|What should I do today?|I have nothing to do.",
-        "You could read a book, go for a walk or call a friend.|How about a walk outside, or a good book?",
+        "You could read a book, go for a walk or call a friend."
+        "|How about a walk outside, or a good book?",
     ),
     (
         "I am sad.|I feel sad.|I had a bad day.|I'm feeling down.|I feel lonely.",
@@ -120,50 +136,65 @@ TALK: list[tuple[str, str]] = [
         "I speak English.",
     ),
 ]
-CAPITALS = (
-    "France Paris|Germany Berlin|Italy Rome|Spain Madrid|Portugal Lisbon|England London|Ireland Dublin|"
-    "Austria Vienna|Greece Athens|Poland Warsaw|Russia Moscow|China Beijing|Japan Tokyo|India New Delhi|"
-    "Egypt Cairo|Kenya Nairobi|Canada Ottawa|Mexico Mexico City|Brazil Brasilia|Argentina Buenos Aires|"
-    "Chile Santiago|Peru Lima|Cuba Havana|Sweden Stockholm|Norway Oslo|Denmark Copenhagen|Finland Helsinki|"
-    "Hungary Budapest|Turkey Ankara|Australia Canberra|Thailand Bangkok|Vietnam Hanoi|Belgium Brussels|"
-    "Switzerland Bern|Iceland Reykjavik|Scotland Edinburgh|Ukraine Kyiv|Romania Bucharest|Iran Tehran"
-).split("|")
-COLORS = (
-    "grass green|the sky blue|snow white|blood red|the sun yellow|a banana yellow|coal black|a lemon yellow|"
-    "an orange orange|a carrot orange|a tomato red|the sea blue|milk white|a strawberry red|chocolate brown|"
-    "a leaf green|the night sky black|an elephant gray|a pig pink|a polar bear white|sand yellow"
-).split("|")
-OPPOSITES = (
-    "hot cold|big small|up down|left right|day night|happy sad|fast slow|good bad|old young|new old|light dark|"
-    "high low|open closed|full empty|wet dry|long short|hard soft|early late|strong weak|rich poor|loud quiet|"
-    "easy difficult|love hate|true false|inside outside|black white|first last|near far|thick thin|clean dirty"
-).split("|")
-SOUNDS = (
-    "dog barks|cat meows|cow moos|sheep bleats|pig oinks|duck quacks|lion roars|horse neighs|wolf howls|bird sings|"
-    "frog croaks|bee buzzes|snake hisses|owl hoots|mouse squeaks|rooster crows"
-).split("|")
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-COUNTS = (
-    "legs does a dog have|four legs|A dog has;legs does a spider have|eight legs|A spider has;"
-    "legs does an ant have|six legs|An ant has;days are in a week|seven days|There are;"
-    "months are in a year|twelve months|There are;hours are in a day|24 hours|There are;"
-    "minutes are in an hour|60 minutes|There are;seconds are in a minute|60 seconds|There are;"
-    "wheels does a car have|four wheels|A car has;wheels does a bicycle have|two wheels|A bicycle has;"
-    "sides does a triangle have|three sides|A triangle has;sides does a square have|four sides|A square has;"
-    "days are in a year|365 days|There are;fingers do I have|ten fingers|Most people have;"
-    "eyes do people have|two eyes|People have;letters are in the alphabet|26 letters|There are;"
-    "wings does a bird have|two wings|A bird has;arms does an octopus have|eight arms|An octopus has;"
-    "planets are there|eight planets|There are;continents are there|seven continents|There are;"
-    "seasons are in a year|four seasons|There are"
-).split(";")
-SYSTEMS = (
-    "You are a helpful assistant.|You are a friendly assistant.|You are the Hyradix demo model.|Be brief."
-    "|You are a helpful assistant. Answer in one or two sentences.|Answer the question.|Keep your answers short."
-    "|You are a polite assistant."
-).split("|")
+CAPITALS = options(
+    "France Paris|Germany Berlin|Italy Rome|Spain Madrid|Portugal Lisbon|England London"
+    "|Ireland Dublin|Austria Vienna|Greece Athens|Poland Warsaw|Russia Moscow|China Beijing"
+    "|Japan Tokyo|India New Delhi|Egypt Cairo|Kenya Nairobi|Canada Ottawa|Mexico Mexico City"
+    "|Brazil Brasilia|Argentina Buenos Aires|Chile Santiago|Peru Lima|Cuba Havana|Sweden Stockholm"
+    "|Norway Oslo|Denmark Copenhagen|Finland Helsinki|Hungary Budapest|Turkey Ankara"
+    "|Australia Canberra|Thailand Bangkok|Vietnam Hanoi|Belgium Brussels|Switzerland Bern"
+    "|Iceland Reykjavik|Scotland Edinburgh|Ukraine Kyiv|Romania Bucharest|Iran Tehran"
+)
+COLORS = options(
+    "grass green|the sky blue|snow white|blood red|the sun yellow|a banana yellow|coal black"
+    "|a lemon yellow|an orange orange|a carrot orange|a tomato red|the sea blue|milk white"
+    "|a strawberry red|chocolate brown|a leaf green|the night sky black|an elephant gray"
+    "|a pig pink|a polar bear white|sand yellow"
+)
+OPPOSITES = options(
+    "hot cold|big small|up down|left right|day night|happy sad|fast slow|good bad|old young"
+    "|new old|light dark|high low|open closed|full empty|wet dry|long short|hard soft|early late"
+    "|strong weak|rich poor|loud quiet|easy difficult|love hate|true false|inside outside"
+    "|black white|first last|near far|thick thin|clean dirty"
+)
+SOUNDS = options(
+    "dog barks|cat meows|cow moos|sheep bleats|pig oinks|duck quacks|lion roars|horse neighs"
+    "|wolf howls|bird sings|frog croaks|bee buzzes|snake hisses|owl hoots|mouse squeaks"
+    "|rooster crows"
+)
+DAYS = options("Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday")
+MONTHS = options(
+    "January|February|March|April|May|June|July|August|September|October|November|December"
+)
+# what comes after "How many", the number and its noun, how the answer begins
+COUNTS = [
+    ("legs does a dog have", "four legs", "A dog has"),
+    ("legs does a spider have", "eight legs", "A spider has"),
+    ("legs does an ant have", "six legs", "An ant has"),
+    ("days are in a week", "seven days", "There are"),
+    ("months are in a year", "twelve months", "There are"),
+    ("hours are in a day", "24 hours", "There are"),
+    ("minutes are in an hour", "60 minutes", "There are"),
+    ("seconds are in a minute", "60 seconds", "There are"),
+    ("wheels does a car have", "four wheels", "A car has"),
+    ("wheels does a bicycle have", "two wheels", "A bicycle has"),
+    ("sides does a triangle have", "three sides", "A triangle has"),
+    ("sides does a square have", "four sides", "A square has"),
+    ("days are in a year", "365 days", "There are"),
+    ("fingers do I have", "ten fingers", "Most people have"),
+    ("eyes do people have", "two eyes", "People have"),
+    ("letters are in the alphabet", "26 letters", "There are"),
+    ("wings does a bird have", "two wings", "A bird has"),
+    ("arms does an octopus have", "eight arms", "An octopus has"),
+    ("planets are there", "eight planets", "There are"),
+    ("continents are there", "seven continents", "There are"),
+    ("seasons are in a year", "four seasons", "There are"),
+]
+SYSTEMS = options(
+    "You are a helpful assistant.|You are a friendly assistant.|You are the Hyradix demo model."
+    "|Be brief.|You are a helpful assistant. Answer in one or two sentences.|Answer the question."
+    "|Keep your answers short.|You are a polite assistant."
+)
 
 
 def pair(question: str, answer: str) -> Chat:
@@ -176,10 +207,10 @@ def small_talk(rng: random.Random) -> Chat:
     if rng.random() < 0.25:
         return pair(rng.choice(GREETINGS), rng.choice(GREETING_REPLIES))
     questions, answers = rng.choice(TALK)
-    question = rng.choice(questions.split("|"))
+    question = rng.choice(options(questions))
     if rng.random() < 0.12:
         question = rng.choice(("Hi! ", "Hello, ", "Hey! ", "Hello! ")) + question
-    return pair(question, rng.choice(answers.split("|")))
+    return pair(question, rng.choice(options(answers)))
 
 
 def small_sum(rng: random.Random) -> Chat:
@@ -271,7 +302,7 @@ def small_fact(rng: random.Random) -> Chat:
         )
         return pair(question, f"{names[j]} comes {word} {names[i]}.")
     if kind == 5:
-        question, value, start = rng.choice(COUNTS).split("|")
+        question, value, start = rng.choice(COUNTS)
         return pair(
             f"How many {question}?",
             f"{start} {value}"

@@ -1,11 +1,12 @@
 """The training twin of transformers' `Qwen3_5ForCausalLM` (text part), built for speed on one GPU.
 
-Owns: the forward pass over packed documents, in pieces that compile once for every layer and length.
+Owns: the forward pass over packed documents, in pieces that compile once for every layer and
+length.
 Does not know: data, optimizer, files other than a checkpoint's weights.
-Invariants: parameter names and numbers are those of the qwen3_5 layout (`tests` and `check_model.py`
-compare logits); each document starts from an empty recurrent state, an empty convolution window and
-sees only itself in attention, however many share a row. Rotary positions are not reset: only their
-differences matter.
+Invariants: parameter names and numbers are those of the qwen3_5 layout (`tests/training` and
+`check_model.py` compare logits); each document starts from an empty recurrent state, an empty
+convolution window and sees only itself in attention, however many share a row. Rotary positions are
+not reset: only their differences matter.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Shape:
                 "rope_type": "default",
                 "rope_theta": self.rope_theta,
                 "partial_rotary_factor": self.rotary_share,
-                # sections of the rotary pairs for time, height and width: text uses one position for all
+                # sections of the rotary pairs for time, height and width: text has one position
+                # for all three
                 "mrope_section": self._mrope_section(),
                 "mrope_interleaved": True,
             },
@@ -89,8 +91,9 @@ def delta_rule_torch(
 ) -> Tensor:
     """Gated delta rule in chunks, in float32: the slow twin of the kernel.
 
-    Args: q, k [B, T, H, D], v [B, T, HV, D], g (log decay) and beta [B, T, HV]; q and k are l2-normalised
-    here. Returns [B, T, HV, D] in v's dtype. Source: Gated Delta Networks (arXiv 2412.06464), section 3.3.
+    Args: q, k [B, T, H, D], v [B, T, HV, D], g (log decay) and beta [B, T, HV]; q and k are
+    l2-normalised here. Returns [B, T, HV, D] in v's dtype. Source: Gated Delta Networks (arXiv
+    2412.06464), section 3.3.
     """
     dtype, (b, t, num_heads, d) = v.dtype, v.shape
     rep = num_heads // q.shape[2]
@@ -156,8 +159,8 @@ def delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat tokens x [N, hidden] -> convolved qkv [N, C], z [N, V], g and beta [N, HV].
 
-    The convolution looks back over the flat axis; a tap that would reach before its document's first
-    token counts as zero, so row ends need no care.
+    The convolution looks back over the flat axis; a tap that would reach before its document's
+    first token counts as zero, so row ends need no care.
     """
     y = rms_norm(x, 1.0 + norm, eps)
     raw = linear(y, qkv)
@@ -315,7 +318,7 @@ class Model(nn.Module):
         self._matrix(f"{p}down_proj.weight", s.hidden, s.intermediate, scale=depth)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Copies checkpoint weights in; draft-head (`mtp.`) and tied head entries are left aside."""
+        """Copies checkpoint weights in, leaving aside draft-head (`mtp.`) and tied head entries."""
         missing = [name for name in self.table if name not in weights]
         if missing:
             raise ValueError(f"the checkpoint lacks {missing[:3]} and {len(missing)} in all")

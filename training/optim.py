@@ -1,7 +1,7 @@
 """The optimizer: Muon for the hidden matrices, AdamW for everything else.
 
-Owns: which parameter goes where, momentum, step. Source: Muon as in arXiv 2502.16982 (update scaled to
-AdamW's size), Newton-Schulz iteration in bf16 over stacks of matrices of one shape.
+Owns: which parameter goes where, momentum, step. Source: Muon as in arXiv 2502.16982 (update
+scaled to AdamW's size), Newton-Schulz iteration in bf16 over stacks of matrices of one shape.
 """
 
 from __future__ import annotations

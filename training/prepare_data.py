@@ -3,9 +3,9 @@
     python training/prepare_data.py --corpus CORPUS --tokenizer DIR --out DATA \
         --teacher teacher_*.jsonl.gz --exclude mt_bench_question.jsonl.gz gsm8k_test.jsonl.gz
 
-Writes, for each source, `NAME.train.npz` and `NAME.heldout.npz`: `tokens` (uint16, bit 15 set where the
-token belongs to an assistant's reply, its `<|im_end|>` included) and `starts` (int64, one more than
-there are documents). Every document ends with `<|endoftext|>`. Runs on all cores; about half a
+Writes, for each source, `NAME.train.npz` and `NAME.heldout.npz`: `tokens` (uint16, bit 15 set where
+the token belongs to an assistant's reply, its `<|im_end|>` included) and `starts` (int64, one more
+than there are documents). Every document ends with `<|endoftext|>`. Runs on all cores; about half a
 minute on 16.
 """
 
@@ -43,8 +43,8 @@ def encode_documents(documents: list[Document]) -> list[np.ndarray]:
         parts = [(document, False)] if isinstance(document, str) else render_parts(document)
         spans.append([(len(pieces) + i, is_reply) for i, (_, is_reply) in enumerate(parts)])
         pieces += [text for text, _ in parts]
-    # A chat is encoded piece by piece. The marks around a turn are special tokens, so this gives the
-    # same ids as encoding the whole, except that a reply's last characters never join the newline.
+    # A chat is encoded piece by piece. The marks around a turn are special tokens, and contents do
+    # not begin with white space (`clean_chat`), so this gives the same ids as encoding the whole.
     encodings = _tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
     arrays = []
     for span in spans:
@@ -129,7 +129,8 @@ def main() -> None:
             print(f"data: {source.name}: {meta[source.name]}, {time.time() - begin:.1f} s")
     (args.out / "meta.json").write_text(json.dumps(meta, indent=1))
     print(
-        f"data: {sum(m['tokens'] for m in meta.values()) / 1e6:.1f} M tokens in {time.time() - begin:.1f} s"
+        f"data: {sum(m['tokens'] for m in meta.values()) / 1e6:.1f} M tokens "
+        f"in {time.time() - begin:.1f} s"
     )
 
 

@@ -16,6 +16,7 @@ import random
 import re
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,8 +27,9 @@ from tokenizers import Tokenizer
 START, END = "<|im_start|>", "<|im_end|>"
 MAX_FILE_BYTES = 14_000_000
 BAD = re.compile(
-    r"smollm|hugging ?face|openai|chatgpt|language model|as an ai|i'm an ai|i am an ai|\bai\b|https?:|www\.|"
-    r"@|<\||\[|\]|```|sorry, but i|i cannot|i'm not able|creative writing|helpful assistant",
+    r"smollm|hugging ?face|openai|chatgpt|language model|as an ai|i'm an ai|i am an ai|\bai\b|"
+    r"https?:|www\.|@|<\||\[|\]|```|sorry, but i|i cannot|i'm not able|creative writing|"
+    r"helpful assistant",
     re.IGNORECASE,
 )
 
@@ -49,7 +51,7 @@ def render(messages: list[dict], kind: str, rng: random.Random) -> str:
 def looks_repetitive(text: str) -> bool:
     """True if words or word triples come back more often than in ordinary prose."""
     tokens = re.findall(r"[a-z0-9']+", text.lower())
-    if any(a == b for a, b in zip(tokens, tokens[1:], strict=False)):
+    if any(a == b for a, b in pairwise(tokens)):
         return True
     triples = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
     if any(a == c and b in ("and", "is", "or") for a, b, c in triples):
@@ -246,7 +248,8 @@ def main() -> None:
         size = sum(p.stat().st_size for p in args.out.glob("teacher_*.jsonl.gz")) / 2**20
         print(
             f"teacher: round {rounds}, {time.time() - start:.1f} s, {num_chats} chats, "
-            f"{session.num_generated / 1e6:.2f} M tokens sampled, {size:.1f} MiB, {time.time() - begin:.0f} s"
+            f"{session.num_generated / 1e6:.2f} M tokens sampled, {size:.1f} MiB, "
+            f"{time.time() - begin:.0f} s"
         )
         for kind, messages in rng.sample(chats, min(3, len(chats))):
             print("  ", kind, json.dumps([m["content"] for m in messages]))

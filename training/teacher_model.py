@@ -114,7 +114,7 @@ class Teacher:
             self._choose_kernels()
 
     def _choose_kernels(self) -> None:
-        """Times both decode attentions and tries to compile the sampler; falls back with a log line."""
+        """Times both decode attentions and tries to compile the sampler; logs what falls back."""
         s = self.shape
         q = torch.randn(4096 * s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim)
         q = q.to(self.device, self.dtype)

@@ -1,4 +1,4 @@
-"""What the teacher is asked: templates times topics, each kind with worked examples of a short reply.
+"""What the teacher is asked: templates times topics, with worked examples of a short reply.
 
 Owns: the word lists, the templates, the examples ("shots") that set the length and tone of replies.
 Does not know: the model. Everything is drawn from the `random.Random` the caller passes in.
@@ -21,80 +21,103 @@ def words(text: str) -> list[str]:
     return [w.strip() for w in text.replace("\n", " ").split(",") if w.strip()]
 
 
-ANIMALS = words("""dog, cat, horse, cow, pig, sheep, goat, chicken, duck, goose, rabbit, mouse, rat, fox, wolf,
-bear, lion, tiger, elephant, giraffe, zebra, monkey, gorilla, kangaroo, koala, panda, penguin, owl, eagle, parrot,
-crow, swan, frog, toad, snake, lizard, turtle, crocodile, shark, whale, dolphin, octopus, crab, salmon, bee, ant,
-butterfly, spider, worm, snail, bat, squirrel, deer, hedgehog, camel, otter, seal, hamster, moth, beetle""")
-FOODS = words("""bread, butter, cheese, milk, rice, pasta, soup, salad, pizza, sandwich, cake, pie, chocolate, honey,
-sugar, salt, pepper, apple, banana, orange, lemon, grape, strawberry, tomato, potato, carrot, onion, garlic, bean,
-pea, corn, egg, fish, chicken soup, coffee, tea, juice, water, yogurt, ice cream, pancake, cookie, nut, mushroom""")
-THINGS = words("""chair, table, bed, lamp, door, window, key, lock, clock, watch, mirror, book, pen, pencil, paper,
-scissors, hammer, nail, saw, ladder, rope, bucket, broom, knife, fork, spoon, cup, plate, bowl, bottle, box, bag,
-shoe, hat, coat, glove, umbrella, ring, phone, computer, keyboard, camera, radio, television, car, bus, train, bicycle,
-boat, ship, airplane, helicopter, rocket, map, compass, telescope, microscope, candle, blanket, pillow, piano, guitar,
-drum, violin, flute, ball, kite, doll, puzzle, magnet, battery, engine, wheel, bridge, tent, flag, coin, calendar,
-dictionary, newspaper, letter, stamp, thermometer, refrigerator, oven, kettle, soap, towel, toothbrush, robot""")
-PLACES = words("""school, library, hospital, museum, park, market, bakery, restaurant, kitchen, bedroom, garden, farm,
-forest, beach, desert, island, mountain, valley, river, lake, ocean, cave, village, city, airport, train station,
-post office, bank, police station, fire station, zoo, theater, factory, office, hotel, castle, church, playground,
-supermarket, harbor, swamp, jungle, waterfall, volcano, glacier, meadow, cinema, gym, university, court""")
-JOBS = words("""doctor, nurse, teacher, farmer, baker, cook, waiter, driver, pilot, sailor, police officer, firefighter,
-soldier, lawyer, judge, writer, painter, musician, singer, actor, dancer, scientist, engineer, carpenter, plumber,
-electrician, mechanic, gardener, librarian, dentist, veterinarian, photographer, journalist, programmer, astronaut,
-king, queen, president, mayor, tailor, barber, cashier, postman, fisherman, coach, referee, detective, architect""")
-IDEAS = words("""gravity, light, sound, heat, electricity, magnetism, energy, time, space, rain, snow, wind, thunder,
-lightning, the weather, the climate, the sun, the moon, a star, a planet, a comet, the sky, a rainbow, a cloud, fog, ice,
-fire, air, soil, sand, a seed, a flower, a tree, a leaf, photosynthesis, evolution, a cell, the heart, the brain, the
-lungs, blood, a bone, a muscle, the skin, sleep, a dream, memory, fear, love, friendship, happiness, anger, trust,
-courage, patience, kindness, honesty, money, trade, a job, a law, a vote, democracy, a war, peace, history, geography,
-math, a number, zero, a fraction, a triangle, a circle, a language, a word, a poem, a song, a story, a joke, a game,
-a holiday, a birthday, a family, a computer program, the internet, a website, an email, a password, software,
-artificial intelligence, recycling, pollution, oxygen, carbon dioxide, a vaccine, a virus, exercise, a healthy diet,
-a black hole, a dinosaur, an earthquake, the water cycle, the seasons, day and night, a shadow, an echo, a habit""")
-ACTIVITIES = words("""sleeping better, studying, learning English, learning to cook, saving money, staying healthy,
-eating well, running, swimming, reading more books, writing a letter, making friends, staying calm, working from home,
-cleaning the house, growing vegetables, taking care of a dog, taking care of a cat, taking good photos, traveling,
-packing a suitcase, a job interview, public speaking, remembering names, using a computer, staying safe online,
-drawing, playing the guitar, playing chess, camping, hiking, riding a bicycle, driving in snow, saving water,
-saving energy, helping a friend, planning a party, choosing a gift, waking up early, managing time, a good breakfast""")
-TASKS = words("""boil an egg, make tea, make coffee, bake bread, cook rice, make a sandwich, make pancakes, make soup,
-wash my clothes, clean a window, fix a flat tire, plant a tree, water a plant, grow tomatoes, train a dog, feed a cat,
-tie my shoes, write a letter, write a poem, write an email, learn a language, learn to swim, save money, find a job,
-make new friends, say sorry, stay awake, fall asleep, stop worrying, get better at math, improve my writing,
-remember a word, read faster, draw a face, make a paper airplane, build a birdhouse, send a package, open a jar,
-choose a book, plan a trip, pack a bag, stay warm, stay cool in summer, lose weight, get stronger, cut an onion,
-peel an orange, store bread, make lemonade, keep milk fresh, count to ten, divide two numbers, measure a room,
-find north, read a map, take a photo, clean my keyboard, back up my files, choose a password, learn to program,
-ask for help, thank a friend, start a conversation, celebrate a birthday, wrap a gift, calm a baby, cure a headache""")
-WHYS = words("""is the sky blue, is the sea salty, is snow white, is grass green, is the sun hot, do birds sing, do birds fly
-south in winter, do cats purr, do dogs bark, do bees make honey, do leaves fall in autumn, do we sleep, do we dream, do we
-eat, do we breathe, do we need water, do we laugh, do we cry, do we yawn, do people read books, do people travel, do people
-work, do people use money, do people keep pets, do people sing, do plants need light, do plants need water, do ships
-float, do airplanes fly, do stars shine, do we have seasons, does it rain, does it snow, does ice float, does bread rise,
-does wood burn, does the moon shine, does the moon change shape, do magnets stick, do we wear clothes, do we brush our
-teeth, do we wash our hands, do children go to school, do we need sleep, do we have bones, is exercise good for you,
-is sugar bad for your teeth, is water important, is reading useful, is it dark at night, is it cold in winter, do fish have
-gills, do birds have feathers, do cows eat grass, do spiders make webs, do rivers flow, do volcanoes erupt, do we need
-laws, do we recycle, do clocks tick, do onions make us cry, do we feel pain, do we get sick, do balloons float, do tires
-have air, do metals rust, do we need friends, is honesty important, is history important, is music relaxing""")
-GROUPS = words("""animals, farm animals, wild animals, birds, fish, insects, pets, fruits, vegetables, colors, shapes,
-drinks, sports, games, jobs, countries, cities, rivers, oceans, planets, languages, tools, musical instruments, pieces of
-furniture, kinds of weather, seasons, months, days of the week, body parts, feelings, hobbies, flowers, trees, vehicles,
-metals, kitchen tools, clothes, school subjects, kinds of music, kinds of books, desserts, breakfast foods, spices,
-things that are red, things that are round, things that are cold, things that fly, holidays, famous scientists""")
-FEELINGS = words("""sad, happy, tired, bored, lonely, excited, nervous, angry, hungry, thirsty, sick, worried, lucky,
-proud, confused, cold, scared, great, fine, stressed, curious, sleepy, better today, a bit lost, calm""")
-LIKES = words("""reading, cooking, music, football, swimming, dogs, cats, chocolate, coffee, tea, traveling, movies,
-books, painting, dancing, gardening, hiking, chess, video games, history, science, math, the sea, the mountains, winter,
-summer, rain, flowers, birds, pizza, sushi, trains, stars, poetry, running, fishing, singing, photography""")
-FAVORITES = words("""color, food, animal, book, movie, song, season, sport, game, word, number, city, country, drink,
-fruit, hobby, time of day, day of the week, kind of weather, place, flower, tree, planet, subject, joke""")
-FOLLOW_UPS = words("""Thanks!, Thank you., Thank you very much!, Great. Thanks for your help., Okay. Thanks., Why?, Why is
-that?, Why is that important?, How does it work?, Can you give me an example?, Can you give me another example?, Tell me
-more., Tell me more about it., Can you explain that more simply?, Can you say that in one sentence?, Are you sure?, That is
-interesting., I did not know that., I see. What else?, Is that always true?, Where can I find it?, Who uses it?, Do you
-like it?, What is it good for?, How do I start?, What should I do first?, Is it hard?, Is it safe?, Goodbye!, That is nice.
-Bye!""")
+ANIMALS = words("""dog, cat, horse, cow, pig, sheep, goat, chicken, duck, goose, rabbit, mouse, rat,
+fox, wolf, bear, lion, tiger, elephant, giraffe, zebra, monkey, gorilla, kangaroo, koala, panda,
+penguin, owl, eagle, parrot, crow, swan, frog, toad, snake, lizard, turtle, crocodile, shark, whale,
+dolphin, octopus, crab, salmon, bee, ant, butterfly, spider, worm, snail, bat, squirrel, deer,
+hedgehog, camel, otter, seal, hamster, moth, beetle""")
+FOODS = words("""bread, butter, cheese, milk, rice, pasta, soup, salad, pizza, sandwich, cake, pie,
+chocolate, honey, sugar, salt, pepper, apple, banana, orange, lemon, grape, strawberry, tomato,
+potato, carrot, onion, garlic, bean, pea, corn, egg, fish, chicken soup, coffee, tea, juice, water,
+yogurt, ice cream, pancake, cookie, nut, mushroom""")
+THINGS = words("""chair, table, bed, lamp, door, window, key, lock, clock, watch, mirror, book, pen,
+pencil, paper, scissors, hammer, nail, saw, ladder, rope, bucket, broom, knife, fork, spoon, cup,
+plate, bowl, bottle, box, bag, shoe, hat, coat, glove, umbrella, ring, phone, computer, keyboard,
+camera, radio, television, car, bus, train, bicycle, boat, ship, airplane, helicopter, rocket, map,
+compass, telescope, microscope, candle, blanket, pillow, piano, guitar, drum, violin, flute, ball,
+kite, doll, puzzle, magnet, battery, engine, wheel, bridge, tent, flag, coin, calendar, dictionary,
+newspaper, letter, stamp, thermometer, refrigerator, oven, kettle, soap, towel, toothbrush,
+robot""")
+PLACES = words("""school, library, hospital, museum, park, market, bakery, restaurant, kitchen,
+bedroom, garden, farm, forest, beach, desert, island, mountain, valley, river, lake, ocean, cave,
+village, city, airport, train station, post office, bank, police station, fire station, zoo,
+theater, factory, office, hotel, castle, church, playground, supermarket, harbor, swamp, jungle,
+waterfall, volcano, glacier, meadow, cinema, gym, university, court""")
+JOBS = words("""doctor, nurse, teacher, farmer, baker, cook, waiter, driver, pilot, sailor,
+police officer, firefighter, soldier, lawyer, judge, writer, painter, musician, singer, actor,
+dancer, scientist, engineer, carpenter, plumber, electrician, mechanic, gardener, librarian,
+dentist, veterinarian, photographer, journalist, programmer, astronaut, king, queen, president,
+mayor, tailor, barber, cashier, postman, fisherman, coach, referee, detective, architect""")
+IDEAS = words("""gravity, light, sound, heat, electricity, magnetism, energy, time, space, rain,
+snow, wind, thunder, lightning, the weather, the climate, the sun, the moon, a star, a planet,
+a comet, the sky, a rainbow, a cloud, fog, ice, fire, air, soil, sand, a seed, a flower, a tree,
+a leaf, photosynthesis, evolution, a cell, the heart, the brain, the lungs, blood, a bone, a muscle,
+the skin, sleep, a dream, memory, fear, love, friendship, happiness, anger, trust, courage,
+patience, kindness, honesty, money, trade, a job, a law, a vote, democracy, a war, peace, history,
+geography, math, a number, zero, a fraction, a triangle, a circle, a language, a word, a poem,
+a song, a story, a joke, a game, a holiday, a birthday, a family, a computer program, the internet,
+a website, an email, a password, software, artificial intelligence, recycling, pollution, oxygen,
+carbon dioxide, a vaccine, a virus, exercise, a healthy diet, a black hole, a dinosaur,
+an earthquake, the water cycle, the seasons, day and night, a shadow, an echo, a habit""")
+ACTIVITIES = words("""sleeping better, studying, learning English, learning to cook, saving money,
+staying healthy, eating well, running, swimming, reading more books, writing a letter,
+making friends, staying calm, working from home, cleaning the house, growing vegetables,
+taking care of a dog, taking care of a cat, taking good photos, traveling, packing a suitcase,
+a job interview, public speaking, remembering names, using a computer, staying safe online, drawing,
+playing the guitar, playing chess, camping, hiking, riding a bicycle, driving in snow, saving water,
+saving energy, helping a friend, planning a party, choosing a gift, waking up early, managing time,
+a good breakfast""")
+TASKS = words("""boil an egg, make tea, make coffee, bake bread, cook rice, make a sandwich,
+make pancakes, make soup, wash my clothes, clean a window, fix a flat tire, plant a tree,
+water a plant, grow tomatoes, train a dog, feed a cat, tie my shoes, write a letter, write a poem,
+write an email, learn a language, learn to swim, save money, find a job, make new friends,
+say sorry, stay awake, fall asleep, stop worrying, get better at math, improve my writing,
+remember a word, read faster, draw a face, make a paper airplane, build a birdhouse, send a package,
+open a jar, choose a book, plan a trip, pack a bag, stay warm, stay cool in summer, lose weight,
+get stronger, cut an onion, peel an orange, store bread, make lemonade, keep milk fresh,
+count to ten, divide two numbers, measure a room, find north, read a map, take a photo,
+clean my keyboard, back up my files, choose a password, learn to program, ask for help,
+thank a friend, start a conversation, celebrate a birthday, wrap a gift, calm a baby,
+cure a headache""")
+WHYS = words("""is the sky blue, is the sea salty, is snow white, is grass green, is the sun hot,
+do birds sing, do birds fly south in winter, do cats purr, do dogs bark, do bees make honey,
+do leaves fall in autumn, do we sleep, do we dream, do we eat, do we breathe, do we need water,
+do we laugh, do we cry, do we yawn, do people read books, do people travel, do people work,
+do people use money, do people keep pets, do people sing, do plants need light,
+do plants need water, do ships float, do airplanes fly, do stars shine, do we have seasons,
+does it rain, does it snow, does ice float, does bread rise, does wood burn, does the moon shine,
+does the moon change shape, do magnets stick, do we wear clothes, do we brush our teeth,
+do we wash our hands, do children go to school, do we need sleep, do we have bones,
+is exercise good for you, is sugar bad for your teeth, is water important, is reading useful,
+is it dark at night, is it cold in winter, do fish have gills, do birds have feathers,
+do cows eat grass, do spiders make webs, do rivers flow, do volcanoes erupt, do we need laws,
+do we recycle, do clocks tick, do onions make us cry, do we feel pain, do we get sick,
+do balloons float, do tires have air, do metals rust, do we need friends, is honesty important,
+is history important, is music relaxing""")
+GROUPS = words("""animals, farm animals, wild animals, birds, fish, insects, pets, fruits,
+vegetables, colors, shapes, drinks, sports, games, jobs, countries, cities, rivers, oceans, planets,
+languages, tools, musical instruments, pieces of furniture, kinds of weather, seasons, months,
+days of the week, body parts, feelings, hobbies, flowers, trees, vehicles, metals, kitchen tools,
+clothes, school subjects, kinds of music, kinds of books, desserts, breakfast foods, spices,
+things that are red, things that are round, things that are cold, things that fly, holidays,
+famous scientists""")
+FEELINGS = words("""sad, happy, tired, bored, lonely, excited, nervous, angry, hungry, thirsty,
+sick, worried, lucky, proud, confused, cold, scared, great, fine, stressed, curious, sleepy,
+better today, a bit lost, calm""")
+LIKES = words("""reading, cooking, music, football, swimming, dogs, cats, chocolate, coffee, tea,
+traveling, movies, books, painting, dancing, gardening, hiking, chess, video games, history,
+science, math, the sea, the mountains, winter, summer, rain, flowers, birds, pizza, sushi, trains,
+stars, poetry, running, fishing, singing, photography""")
+FAVORITES = words("""color, food, animal, book, movie, song, season, sport, game, word, number,
+city, country, drink, fruit, hobby, time of day, day of the week, kind of weather, place, flower,
+tree, planet, subject, joke""")
+FOLLOW_UPS = words("""Thanks!, Thank you., Thank you very much!, Great. Thanks for your help.,
+Okay. Thanks., Why?, Why is that?, Why is that important?, How does it work?,
+Can you give me an example?, Can you give me another example?, Tell me more.,
+Tell me more about it., Can you explain that more simply?, Can you say that in one sentence?,
+Are you sure?, That is interesting., I did not know that., I see. What else?, Is that always true?,
+Where can I find it?, Who uses it?, Do you like it?, What is it good for?, How do I start?,
+What should I do first?, Is it hard?, Is it safe?, Goodbye!, That is nice. Bye!""")
 
 # Worked examples of the tone and length wanted; they stand before the question as earlier turns.
 SHOTS: dict[str, list[tuple[str, str]]] = {
@@ -102,8 +125,8 @@ SHOTS: dict[str, list[tuple[str, str]]] = {
         ("What is a dog?", "A dog is a friendly animal that many people keep as a pet."),
         (
             "Why do people sleep?",
-            "People sleep because the body and the brain need rest. Sleep helps us stay healthy and "
-            "remember things.",
+            "People sleep because the body and the brain need rest. Sleep helps us stay healthy "
+            "and remember things.",
         ),
         (
             "Tell me about the Nile.",
@@ -121,20 +144,20 @@ SHOTS: dict[str, list[tuple[str, str]]] = {
     "howto": [
         (
             "How do I make toast?",
-            "Put a slice of bread in the toaster and push the lever down. When it pops up, spread some "
-            "butter on it.",
+            "Put a slice of bread in the toaster and push the lever down. When it pops up, spread "
+            "some butter on it.",
         ),
         (
             "How can I learn to draw?",
-            "Start with simple shapes and practice a little every day. Copying pictures that you like "
-            "helps too.",
+            "Start with simple shapes and practice a little every day. Copying pictures that you "
+            "like helps too.",
         ),
     ],
     "story": [
         (
             "Tell me a short story about a mouse.",
-            "A little mouse lived under an old house. One day it found a big piece of cheese and shared "
-            "it with its friends. They had a feast and were happy.",
+            "A little mouse lived under an old house. One day it found a big piece of cheese and "
+            "shared it with its friends. They had a feast and were happy.",
         ),
         ("Write a sentence about rain.", "The rain fell softly on the roof all night."),
     ],
@@ -161,7 +184,7 @@ def article(noun: str) -> str:
 
 
 class PromptMaker:
-    """Draws questions. `nouns` are extra topics (WordNet); `others` whole questions from the corpus."""
+    """Draws questions; `nouns` are extra topics (WordNet), `others` questions of the corpus."""
 
     def __init__(self, nouns: list[str], others: list[str], rng: random.Random) -> None:
         self.nouns, self.others, self.rng = nouns, others, rng
@@ -273,7 +296,7 @@ class PromptMaker:
 
 
 def load_corpus_topics(corpus: Path) -> tuple[list[str], list[str]]:
-    """WordNet nouns in use, and short questions of the small instruct sets, from the corpus folder."""
+    """WordNet nouns in use, and short questions of the small instruct sets, from the corpus."""
     nouns, others = set(), []
 
     def rows(name: str) -> list[dict]:

@@ -1,6 +1,7 @@
 """Trains the demo model on one GPU in a fixed time, or goes on from shipped weights.
 
-    python training/train.py --data DATA --out DIR --minutes 9 [--resume-from src/hyradix/demo_model]
+    python training/train.py --data DATA --out DIR --minutes 9
+        [--resume-from src/hyradix/demo_model]
 
 Owns: the three stages (pretraining, long rows, chat), the learning-rate curve, checkpoints, logs.
 The schedule goes by the share of time that has passed, so a slower GPU sees fewer tokens and still
@@ -65,7 +66,8 @@ def to_transformers(model: Model) -> Qwen3_5ForCausalLM:
     target = Qwen3_5ForCausalLM(config)
     weights = {name: p.detach().float().cpu() for name, p in model.table.items()}
     result = target.load_state_dict(weights, strict=False)
-    assert set(result.missing_keys) <= {"lm_head.weight"} and not result.unexpected_keys, result
+    assert set(result.missing_keys) <= {"lm_head.weight"}, result
+    assert not result.unexpected_keys, result
     target.tie_weights()
     target = target.to(torch.bfloat16)
     target.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
@@ -151,7 +153,7 @@ class Trainer:
         return losses.sum() / (targets >= 0).sum().clamp_min(1)
 
     def try_compile(self) -> None:
-        """Compiles the pieces, compares loss and gradients with the plain ones, keeps the faster."""
+        """Compiles the pieces, checks loss and gradients by the plain ones, keeps the faster."""
         if self.device != "cuda" or self.args.no_compile:
             return
         batch = self.to_device(next(self.loader(self.stages[0])))
@@ -174,9 +176,9 @@ class Trainer:
                 torch.cuda.synchronize()
                 found[name] = (float(loss.detach()), norm, (time.time() - start) / 3)
                 print(
-                    f"train: {name} pieces: loss {float(loss.detach()):.4f}, gradient norm {norm:.4f}, "
-                    f"{found[name][2] * 1e3:.1f} ms a pass, first {first_s:.1f} s, "
-                    f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+                    f"train: {name} pieces: loss {float(loss.detach()):.4f}, "
+                    f"gradient norm {norm:.4f}, {found[name][2] * 1e3:.1f} ms a pass, "
+                    f"first {first_s:.1f} s, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
                 )
             (a, b, plain_s), (c, d, compiled_s) = found["plain"], found["compiled"]
             same = abs(a - c) < 0.02 * abs(a) and abs(b - d) < 0.05 * abs(b) + 1e-3
@@ -189,7 +191,7 @@ class Trainer:
         print(f"train: using {'compiled' if self.model.pieces is compiled else 'plain'} pieces")
 
     def try_long_rows(self) -> None:
-        """One pass over a batch of long rows, so that a lack of memory shows now; else leaves them out."""
+        """One pass over long rows; leaves them out if it fails, as it does when memory is short."""
         index = next(i for i, s in enumerate(self.stages) if s.name == "long")
         before = self.stages[index - 1].until
         if self.stages[index].until <= before:
@@ -199,7 +201,8 @@ class Trainer:
             loss = self.loss(self.to_device(next(self.loader(self.stages[index]))))
             loss.backward()
             print(
-                f"train: a pass over long rows: loss {float(loss.detach()):.4f}, {time.time() - begin:.1f} s"
+                f"train: a pass over long rows: loss {float(loss.detach()):.4f}, "
+                f"{time.time() - begin:.1f} s"
             )
         except Exception as error:
             print(f"train: leaving out the long rows: {error!r}")
@@ -209,7 +212,7 @@ class Trainer:
 
     @torch.no_grad()
     def heldout(self, *, replies_only: bool) -> dict[str, float]:
-        """Held-out loss per source, in nats a token (plain pieces: compiling them again costs more)."""
+        """Held-out loss per source, nats a token; plain pieces, as compiling again costs more."""
         result = {}
         pieces, self.model.pieces = self.model.pieces, Pieces(compiled=False)
         mix = self.stages[0].mix
@@ -274,14 +277,16 @@ class Trainer:
                 if self.step % (5 * LOG_EVERY) == 0 or self.step <= 200:
                     rate = (self.tokens - window_tokens) / (now - window_start)
                     print(
-                        f"train: {stage.name} step {self.step} loss {mean:.4f} norm {float(norm):.3f} lr x{scale:.3f} "
-                        f"{rate / 1e3:.0f}k tokens/s {self.tokens / 1e6:.1f} M tokens {now - self.begin:.0f} s"
+                        f"train: {stage.name} step {self.step} loss {mean:.4f} "
+                        f"norm {float(norm):.3f} lr x{scale:.3f} {rate / 1e3:.0f}k tokens/s "
+                        f"{self.tokens / 1e6:.1f} M tokens {now - self.begin:.0f} s"
                     )
                     window_start, window_tokens = now, self.tokens
                 losses = []
                 if not math.isfinite(mean) or (mean > previous + 1.5 and snapshot):
                     print(
-                        f"train: loss {mean} at step {self.step}: back to the snapshot, half the rate"
+                        f"train: loss {mean} at step {self.step}: "
+                        "back to the snapshot, half the rate"
                     )
                     self.restore(snapshot)
                     continue
@@ -302,7 +307,8 @@ class Trainer:
         self.metrics["seconds"] = round(time.time() - self.begin, 1)
         save(self.model, self.args.out, self.metrics)
         print(
-            f"train: done, {self.step} steps, {self.tokens / 1e6:.1f} M tokens, {self.metrics['seconds']} s"
+            f"train: done, {self.step} steps, {self.tokens / 1e6:.1f} M tokens, "
+            f"{self.metrics['seconds']} s"
         )
 
     @torch.no_grad()

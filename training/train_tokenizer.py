@@ -16,8 +16,8 @@ from corpus import SOURCES, Document, load_source
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-# English contractions; a run of letters with the space before it; one digit; a run of other signs with
-# the space before it; spaces, the last one left to the next word.
+# English contractions; a run of letters with the space before it; one digit; a run of other signs
+# with the space before it; spaces, the last one left to the next word.
 PIECES = r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SAMPLE_CHARS = 36_000_000
 

@@ -84,6 +84,8 @@ class Settings:
     max_queue: int = 1024
     check_invariants: bool = False
     warmup_prompts_file: str | None = None
+    warmups: str | None = None
+    """``kda_cache``: another name for running ``warmup_prompts_file``, which it needs."""
     pin: bool = False
     """Never evict the prefixes of the warm-up prompts."""
     seed: int | None = None
@@ -263,5 +265,9 @@ def check_settings(s: Settings) -> None:
                 f"got {getattr(s, name)!r}",
                 param=name,
             )
+    if s.warmups not in (None, "kda_cache"):
+        raise ConfigError(f"--warmups must be kda_cache, got {s.warmups!r}", param="warmups")
+    if s.warmup_prompts_file is None and (s.warmups or s.pin):
+        raise ConfigError("--warmups and --pin need --warmup-prompts-file", param="warmups")
     if s.tokens_per_state < 1 or s.max_queue < 1:
         raise ConfigError("--tokens-per-state and --max-queue must be positive")

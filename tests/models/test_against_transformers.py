@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.player import Player
+from tests.support.player import Player
 
 from hyradix.models.loader import load_model
 

@@ -21,7 +21,7 @@ def _check(tally: Tally) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "force_preempt_every": 3}])
 def test_a_few_schedules(engines: DemoEngines, options: dict[str, object]) -> None:
-    tally = run(engines, 4, seed=1, check_invariants=True, **options)
+    tally = run(engines, 4, seed=1, **options)
     _check(tally)
     assert tally.cached_tokens
 
@@ -29,7 +29,7 @@ def test_a_few_schedules(engines: DemoEngines, options: dict[str, object]) -> No
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_two_hundred_schedules(engines: DemoEngines) -> None:
-    tally = run(engines, 200, check_invariants=True)
+    tally = run(engines, 200)
     _check(tally)
     assert tally.cached_tokens >= 0.3 * tally.prompt_tokens
     assert tally.resumes_off_chunk >= 0.5 * tally.resumes
@@ -38,6 +38,6 @@ def test_two_hundred_schedules(engines: DemoEngines) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_two_hundred_schedules_preempted_with_overlap(engines: DemoEngines) -> None:
-    tally = run(engines, 200, overlap=True, force_preempt_every=3, check_invariants=True)
+    tally = run(engines, 200, overlap=True, force_preempt_every=3)
     _check(tally)
     assert tally.preemptions

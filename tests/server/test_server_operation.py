@@ -86,3 +86,29 @@ def test_server_process_does_not_load_torch() -> None:
         "assert not {'torch', 'numba', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_the_cache_is_shown(api: Api) -> None:
+    view = api.get("/v1/cache").json()
+    assert view["pools"]["kv"] == {"free": 90, "cached": 10, "held": 0, "total": 100}
+    namespace = view["namespaces"][0]
+    assert namespace["id"] == ["", "salt"]
+    assert namespace["nodes"][0]["has_state"] is True
+    assert set(namespace["nodes"][0]) == {
+        "id",
+        "parent",
+        "depth",
+        "num_tokens",
+        "has_state",
+        "kv_lock",
+        "state_lock",
+        "last_use",
+    }
+
+
+def test_the_cache_is_flushed_only_when_idle(api: Api) -> None:
+    assert api.post("/flush_cache", {}).json() == {"status": "ok"}
+    api.client.engine.flush_cache = lambda: False
+    response = api.post("/flush_cache", {})
+    assert response.status_code == 409
+    assert response.json()["error"]["code"] == "busy"

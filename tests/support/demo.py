@@ -24,8 +24,8 @@ class DemoEngines:
         self.model = load_model(self.directory, dtype=dtype)
 
     def make(self, **options: object) -> Engine:
-        """An engine; 64 Ki KV slots and 64 states unless told."""
-        defaults: dict[str, object] = {"kv_slots": 65_536, "states": 64, "dtype": self.dtype}
+        """An engine; 16 Ki KV slots and 64 states unless told."""
+        defaults: dict[str, object] = {"kv_slots": 16_384, "states": 64, "dtype": self.dtype}
         settings = Settings.from_options(**{**defaults, **options})
         config = resolve(
             settings, self.facts, DeviceFacts(kind="cpu", free_bytes=1 << 33, num_threads=2)

@@ -11,9 +11,9 @@ import httpx
 from fastapi import FastAPI
 
 from hyradix.config import Settings
-from hyradix.engine.messages import EngineInfo, EngineStats, RequestOutput
+from hyradix.engine.messages import CacheView, EngineInfo, EngineStats, RequestOutput
 from hyradix.engine.streams import OutputStream
-from hyradix.errors import EngineDeadError, HyradixError
+from hyradix.errors import BusyError, EngineDeadError, HyradixError
 from hyradix.request import Request
 from hyradix.server.app import create_app
 from hyradix.server.frontend import ServerConfig
@@ -53,6 +53,13 @@ class FakeClient:
         if self.error is not None:
             raise EngineDeadError(self.error.message)
         return self.engine.stats()
+
+    async def cache_view(self) -> CacheView:
+        return self.engine.cache_view()
+
+    async def flush_cache(self) -> None:
+        if not self.engine.flush_cache():
+            raise BusyError("busy")
 
     def die(self, message: str) -> None:
         self.error = EngineDeadError(message)

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 from hyradix.config import Settings
 from hyradix.engine.messages import (
+    CacheView,
     EngineInfo,
     EngineStats,
+    NamespaceView,
+    NodeView,
     PoolStats,
     RequestOutput,
     TokenLogprob,
@@ -92,6 +95,26 @@ class FakeEngine:
         outputs = list(self._news)
         self._news.clear()
         return outputs
+
+    def cache_view(self) -> CacheView:
+        pool = PoolStats(free=90, cached=10, held=0, total=100)
+        node = NodeView(
+            id=2,
+            parent=None,
+            depth=10,
+            num_tokens=10,
+            has_state=True,
+            kv_lock=0,
+            state_lock=0,
+            last_use=7,
+        )
+        return CacheView(
+            namespaces=[NamespaceView(id=("", "salt"), nodes=[node])],
+            pools={"kv": pool, "state": pool},
+        )
+
+    def flush_cache(self) -> bool:
+        return not self.has_work()
 
     def stats(self) -> EngineStats:
         pool = PoolStats(free=90, cached=10, held=0, total=100)

@@ -119,7 +119,7 @@ class FakeRunner:
             is_faulty=np.zeros(len(sampled), dtype=np.bool_),
         )
 
-    def _source(self, op) -> int | None:  # noqa: ANN001
+    def _source(self, op) -> int | None:
         return EMPTY if op.kind is StateOpKind.CLEAR else self.states[op.source]
 
     def _forward(self, batch: ScheduledBatch, i: int, saves: dict, written: list) -> int:

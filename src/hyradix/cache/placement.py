@@ -58,8 +58,9 @@ def plan_candidates(
 ) -> list[Candidate]:
     """The checkpoints to try for, in ascending order.
 
-    A candidate that saves fewer than ``min_gain`` tokens over the one before it is taken only
-    where a slot is free (``is_urgent`` False); the prompt's end is always urgent.
+    A candidate that saves fewer than ``min_gain`` tokens over the urgent one before it is taken
+    only where a slot is free (``is_urgent`` False); the prompt's end is always there and urgent,
+    whatever ``max_checkpoints``.
     """
     last = num_prompt_tokens - 1
     kinds: dict[int, CheckpointKind] = {}
@@ -72,12 +73,13 @@ def plan_candidates(
             continue
         if position not in kinds or _RANK[kind] < _RANK[kinds[position]]:
             kinds[position] = kind
-    chosen = sorted(kinds, key=lambda p: (_RANK[kinds[p]], -p))[:max_checkpoints]
+    chosen = sorted(kinds, key=lambda p: (_RANK[kinds[p]], -p))[: max(max_checkpoints, 1)]
     result: list[Candidate] = []
     above = num_cached_tokens
     for position in sorted(chosen):
         kind = kinds[position]
         urgent = kind is CheckpointKind.PROMPT_END or position - above >= min_gain
         result.append(Candidate(position, kind, urgent))
-        above = position
+        if urgent:
+            above = position
     return result

@@ -18,7 +18,7 @@ import numpy as np
 
 from hyradix.cache.holding import Holding, PendingSave
 from hyradix.cache.kv_slots import KVSlots
-from hyradix.cache.node import TOKEN_BYTES, Match, Receipt, StateRef, new_hasher
+from hyradix.cache.node import TOKEN_BYTES, Match, Node, Receipt, StateRef, new_hasher
 from hyradix.cache.placement import Candidate, CheckpointKind, plan_candidates
 from hyradix.cache.policy import make_policy
 from hyradix.cache.request_table import RequestTable
@@ -120,6 +120,8 @@ class PrefixCache:
             if receipt is not None:
                 self.tree.unlock_kv(receipt)
             return None
+        if receipt is not None:
+            self.tree.touch(receipt)
         holding = Holding(
             row=self.table.take(),
             namespace=match.namespace,
@@ -155,8 +157,9 @@ class PrefixCache:
         )
 
     def _working_slot(self, receipt: Receipt | None) -> int | None:
-        """A slot for the working state; where there is none, the tree's own is moved."""
-        if self._make_state_room():
+        """A slot for the working state: a free one, an evicted one, somebody's track, or, where
+        there is none, the tree's own is moved."""
+        if self._make_state_room() or self._reclaim_track():
             return self.states.take_working()
         slot = self.tree.move_state(receipt) if receipt is not None else None
         if slot is not None:
@@ -196,6 +199,14 @@ class PrefixCache:
             self.states.evict(slot)
             self.counters.evicted_states += 1
         return True
+
+    def _reclaim_track(self) -> bool:
+        """Tracks are optional: the oldest request's makes room for somebody's working state."""
+        for holding in self.holdings.values():
+            if holding.tracks:
+                self.states.reclaim(holding.tracks.pop(0).slot)
+                return True
+        return False
 
     def _make_kv_room(self, count: int) -> None:
         short = count - self.kv.num_available
@@ -255,6 +266,8 @@ class PrefixCache:
 
     def plan_track(self, holding: Holding, depth: int, step: int) -> list[StateSave]:
         """A slot for the periodic save of a decoding request at ``depth``."""
+        if not self.config.prefix_cache:
+            return []
         saves: list[StateSave] = []
         self._plan(holding, depth, CheckpointKind.TRACK, False, step, saves)
         return saves
@@ -284,6 +297,9 @@ class PrefixCache:
         """
         if depth > num_scheduled:
             if all(c.position != depth for c in holding.candidates):
+                if len(holding.candidates) >= max(self.config.max_checkpoints, 2):
+                    ahead = [c.position for c in holding.candidates if c.position <= depth]
+                    return max(ahead, default=0)
                 candidate = Candidate(depth, CheckpointKind.BRANCH, True)
                 holding.candidates.append(candidate)
                 holding.candidates.sort(key=lambda c: c.position)
@@ -436,10 +452,33 @@ class PrefixCache:
         return depth
 
     def _pin(self, namespace: Namespace, tokens: bytes, depth: int) -> None:
-        """Keep a prefix for good: a receipt that nobody gives back."""
+        """Keep a prefix for good: a receipt that nobody gives back.
+
+        A pin never takes the last state that a running request could need.
+        """
+        if self.config.num_states - len(self.pinned) - 1 < self.config.max_requests:
+            return
         match = self.tree.match_prefix(namespace, tokens, limit=depth)
         if match.num_cached_tokens == depth:
             self.pinned.append(self.tree.lock(match))
+
+    def num_pinned_elsewhere(self, namespace: Namespace, tokens: bytes) -> int:
+        """KV slots that are pinned for good and of no use to a request with these tokens."""
+        if not self.pinned:
+            return 0
+        nodes: dict[int, Node] = {}
+        for receipt in self.pinned:
+            node = receipt.kv_node
+            while node is not None and node.parent is not None:
+                nodes[node.node_id] = node
+                node = node.parent
+        match = self.tree.match_prefix(namespace, tokens, limit=len(tokens) // TOKEN_BYTES)
+        node = match.kv_node
+        while node is not None:
+            if node.depth <= match.num_kv_tokens:
+                nodes.pop(node.node_id, None)
+            node = node.parent
+        return sum(node.num_tokens for node in nodes.values())
 
     def release(self, holding: Holding) -> None:
         """Give back what the request still owns; publishes nothing."""

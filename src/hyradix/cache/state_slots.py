@@ -4,6 +4,7 @@
     free --take_pending--> pending --publish--> checkpoint
     checkpoint --adopt--> working          (moved instead of copied, when slots are short)
     working, pending --release--> free     (aborted, superseded, duplicate)
+    pending --reclaim--> free              (a committed track, for somebody's working state)
 
 Owns: the phase of every slot, the depth a pending or checkpoint slot stands for, and the step
 that writes a pending one. Does not know: nodes, rows, tensors.
@@ -93,6 +94,12 @@ class StateSlots:
         )
         self._clear(slot)
         self._quarantine.append(slot)
+
+    def reclaim(self, slot: int) -> None:
+        """pending -> free, usable at once: a committed track that no step in flight writes."""
+        self._expect(slot, SlotPhase.PENDING)
+        self._clear(slot)
+        self._free.append(slot)
 
     def evict(self, slot: int) -> None:
         """checkpoint -> free, usable at once."""

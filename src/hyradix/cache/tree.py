@@ -36,6 +36,8 @@ from hyradix.request import Int32Array, MissReason, Namespace
 def common_prefix(a: bytes, b: bytes) -> int:
     """Number of equal leading tokens of two int32 buffers. Memory speed."""
     count = min(len(a), len(b)) // TOKEN_BYTES
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
+        return 0
     if a[: count * TOKEN_BYTES] == b[: count * TOKEN_BYTES]:
         return count
     left = np.frombuffer(a, dtype="<i4", count=count)
@@ -110,6 +112,8 @@ class RadixTree:
     ) -> MissReason:
         """Why computing resumes at ``cached`` although KV reaches deeper (or nothing is there)."""
         depth = node.depth - node.num_tokens + offset
+        if limit == 0 and tokens[:TOKEN_BYTES] in node.children:
+            return MissReason.BEYOND_LAST
         if depth == cached:
             if depth < limit:
                 hasher = new_hasher(namespace)
@@ -136,7 +140,7 @@ class RadixTree:
     def lock(self, match: Match) -> Receipt:
         """Protect what ``match`` found: its KV path, and the state it resumes from.
 
-        Splits where the match ends inside a node. A hit refreshes what is resumed from.
+        Splits where the match ends inside a node. ``touch`` it once the lock is put to use.
         """
         assert match.version == self.version, "the tree changed since this match was made"
         node = match.kv_node
@@ -145,15 +149,20 @@ class RadixTree:
         elif match.kv_offset < node.num_tokens:
             node = self._split(node, match.kv_offset)
         self._lock_path(node, None)
-        node.last_use = self._tick()
         state_node = match.state_node
         if state_node is not None:
             if state_node.state_lock == 0:
                 self.num_locked_states += 1
             state_node.state_lock += 1
-            state_node.state_last_use = self._tick()
-            state_node.uses += 1
         return Receipt(node, state_node)
+
+    def touch(self, receipt: Receipt) -> None:
+        """A hit refreshes what is resumed from, not its ancestors."""
+        assert receipt.kv_node is not None
+        receipt.kv_node.last_use = self._tick()
+        if receipt.state_node is not None:
+            receipt.state_node.state_last_use = self._tick()
+            receipt.state_node.uses += 1
 
     def advance(self, receipt: Receipt, node: Node) -> None:
         """Move a KV receipt down to ``node``, a descendant of (or the same as) its node."""
@@ -266,6 +275,7 @@ class RadixTree:
         assert state.digest == node.digest, "state and node belong to different prefixes"
         node.state_last_use = self._tick()
         if node.state is not None:
+            node.uses += 1  # two came to the same point: it is worth more than either knew
             self._policy.offer_state(node)
             return False
         node.state = state

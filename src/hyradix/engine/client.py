@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -28,10 +28,15 @@ import zmq.asyncio
 from hyradix.config import Settings
 from hyradix.engine.messages import (
     Abort,
+    Cache,
+    CacheView,
     EngineInfo,
     EngineStats,
     Failed,
+    Flush,
+    Flushed,
     FromEngine,
+    GetCache,
     GetStats,
     Outputs,
     Progress,
@@ -75,7 +80,7 @@ class EngineClient:
         self._log_level = log_level
         self._log = logging.getLogger("hyradix.client")
         self._streams: dict[str, OutputStream] = {}
-        self._stats_calls: dict[int, asyncio.Future[EngineStats]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -207,18 +212,34 @@ class EngineClient:
         for stream in streams:
             stream.fail(error)
 
-    async def stats(self, *, timeout_s: float = 2.0) -> EngineStats:
+    async def stats(self) -> EngineStats:
         """Ask for the counters. Raises ``EngineDeadError``, ``BusyError`` (in a long step)."""
+        stats: EngineStats = await self._call(GetStats)
+        return stats
+
+    async def cache_view(self) -> CacheView:
+        """Ask for the radix tree and the pools. Raises as ``stats`` does."""
+        view: CacheView = await self._call(GetCache)
+        return view
+
+    async def flush_cache(self) -> None:
+        """Forget every unpinned prefix. Raises ``BusyError`` while requests run or wait."""
+        if not await self._call(Flush):
+            raise BusyError("the cache is flushed only when no request runs or waits")
+
+    async def _call(
+        self, kind: type[GetStats] | type[GetCache] | type[Flush], *, timeout_s: float = 2.0
+    ) -> Any:
         self._require_alive()
         call_id = next(self._call_ids)
-        self._stats_calls[call_id] = self._loop.create_future()
-        self._send(GetStats(call_id=call_id))
+        self._calls[call_id] = self._loop.create_future()
+        self._send(kind(call_id=call_id))
         try:
-            return await asyncio.wait_for(self._stats_calls[call_id], timeout_s)
+            return await asyncio.wait_for(self._calls[call_id], timeout_s)
         except TimeoutError:
             raise BusyError("the engine is in a long step; try again") from None
         finally:
-            self._stats_calls.pop(call_id, None)
+            self._calls.pop(call_id, None)
 
     @property
     def num_open(self) -> int:
@@ -273,7 +294,11 @@ class EngineClient:
                 for output in outputs:
                     self._deliver(output)
             case Stats(call_id=call_id, stats=stats):
-                _resolve(self._stats_calls.get(call_id), stats)
+                _resolve(self._calls.get(call_id), stats)
+            case Cache(call_id=call_id, view=view):
+                _resolve(self._calls.get(call_id), view)
+            case Flushed(call_id=call_id, is_done=is_done):
+                _resolve(self._calls.get(call_id), is_done)
             case Progress(stage=stage, done=done, total=total):
                 if self._on_progress is not None:
                     self._on_progress(stage, done, total)
@@ -322,7 +347,7 @@ class EngineClient:
         self._streams.clear()
         for stream in streams:
             stream.fail(death)
-        for call in self._stats_calls.values():
+        for call in self._calls.values():
             if not call.done():
                 call.set_exception(death)
 

@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 
 from hyradix.cache.invariants import check
 from hyradix.config import EngineConfig
-from hyradix.engine.messages import EngineInfo, EngineStats, RequestOutput, TokenLogprob
-from hyradix.engine.statistics import collect_stats
+from hyradix.engine.messages import (
+    CacheView,
+    EngineInfo,
+    EngineStats,
+    RequestOutput,
+    TokenLogprob,
+)
+from hyradix.engine.statistics import collect_stats, view_cache
 from hyradix.errors import HyradixError, RequestFailedError
 from hyradix.request import FinishReason, PromptLogprobs, Request, Runner, TokenLogprobs
 from hyradix.scheduler.request_state import RequestState
@@ -171,6 +177,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         return collect_stats(self.scheduler)
+
+    def cache_view(self) -> CacheView:
+        """The radix tree and the pools now."""
+        return view_cache(self.scheduler.cache)
+
+    def flush_cache(self) -> bool:
+        """Forget every unpinned prefix; refused (False) while requests run or wait."""
+        if self.has_work():
+            return False
+        self.scheduler.cache.flush()
+        return True
 
 
 def _refusal(request: Request, error: HyradixError) -> RequestOutput:

@@ -83,6 +83,33 @@ class EngineStats(msgspec.Struct, kw_only=True):
     finish_reasons: dict[str, int] = {}
 
 
+class NodeView(msgspec.Struct, kw_only=True):
+    """One node of the radix tree. ``parent`` is None right under the root."""
+
+    id: int
+    parent: int | None
+    depth: int
+    num_tokens: int
+    has_state: bool
+    kv_lock: int
+    state_lock: int
+    last_use: int
+
+
+class NamespaceView(msgspec.Struct, kw_only=True):
+    """One namespace's tree, parents before children. ``id``: its adapter and salt."""
+
+    id: tuple[str, str]
+    nodes: list[NodeView]
+
+
+class CacheView(msgspec.Struct, kw_only=True):
+    """The whole cache at one moment."""
+
+    namespaces: list[NamespaceView]
+    pools: dict[str, PoolStats]
+
+
 class EngineInfo(msgspec.Struct, kw_only=True):
     """What the engine tells when it is ready."""
 
@@ -117,6 +144,18 @@ class Abort(msgspec.Struct, tag=True):
 
 class GetStats(msgspec.Struct, tag=True):
     """Server to engine: answer with ``Stats``."""
+
+    call_id: int
+
+
+class GetCache(msgspec.Struct, tag=True):
+    """Server to engine: answer with ``Cache``."""
+
+    call_id: int
+
+
+class Flush(msgspec.Struct, tag=True):
+    """Server to engine: forget every unpinned prefix; answer with ``Flushed``."""
 
     call_id: int
 
@@ -159,5 +198,19 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToEngine = Submit | Abort | GetStats | Shutdown
-FromEngine = Ready | Progress | Failed | Outputs | Stats
+class Cache(msgspec.Struct, tag=True):
+    """Engine to server: the answer to ``GetCache``."""
+
+    call_id: int
+    view: CacheView
+
+
+class Flushed(msgspec.Struct, tag=True):
+    """Engine to server: the answer to ``Flush``; False: requests run or wait, nothing was done."""
+
+    call_id: int
+    is_done: bool
+
+
+ToEngine = Submit | Abort | GetStats | GetCache | Flush | Shutdown
+FromEngine = Ready | Progress | Failed | Outputs | Stats | Cache | Flushed

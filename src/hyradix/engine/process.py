@@ -28,10 +28,15 @@ import zmq
 from hyradix.config import Settings
 from hyradix.engine.messages import (
     Abort,
+    Cache,
+    CacheView,
     EngineInfo,
     EngineStats,
     Failed,
+    Flush,
+    Flushed,
     FromEngine,
+    GetCache,
     GetStats,
     Outputs,
     Progress,
@@ -67,6 +72,8 @@ class SteppableEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def cache_view(self) -> CacheView: ...
+    def flush_cache(self) -> bool: ...
 
 
 EngineFactory = Callable[[Settings, ProgressCallback], SteppableEngine]
@@ -165,6 +172,10 @@ class EngineLoop:
                         self._engine.abort(request_id)
             case GetStats(call_id=call_id):
                 self._channel.send(Stats(call_id=call_id, stats=self._engine.stats()))
+            case GetCache(call_id=call_id):
+                self._channel.send(Cache(call_id=call_id, view=self._engine.cache_view()))
+            case Flush(call_id=call_id):
+                self._channel.send(Flushed(call_id=call_id, is_done=self._engine.flush_cache()))
             case Shutdown():
                 self._is_stopping = True
 

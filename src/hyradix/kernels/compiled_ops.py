@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,6 +29,8 @@ from hyradix.kernels.swiglu import compiled as swiglu_kernels
 _PARALLEL_FROM = 1 << 15
 """Elements of work below which waking another thread costs more than it saves."""
 Array = npt.NDArray[np.float32]
+_NOTHING: Array = np.zeros((0, 0), np.float32)
+"""In place of a residual: nothing is added."""
 Norm = tuple[Array, np.float32]
 
 
@@ -50,10 +51,10 @@ class RowMajorLinear:
         else:
             self._packed = PackedLinear(weight)
 
-    def multiply(self, x: Array, residual: Array | None = None) -> Array:
-        """Many rows: ``[T, I]`` -> ``[T, O]``."""
+    def multiply(self, x: Array, residual: Array) -> Array:
+        """Many rows: ``[T, I]`` -> ``[T, O]``, plus residual unless that is ``_NOTHING``."""
         tensor = torch.from_numpy(x)
-        added = None if residual is None else torch.from_numpy(residual)
+        added = None if residual is _NOTHING else torch.from_numpy(residual)
         if not self.has_tiles:
             return self._packed.multiply(tensor, added).numpy()
         if added is not None and self._weight.dtype == torch.float32:
@@ -68,7 +69,7 @@ class CompiledOps:
     name = "compiled"
 
     def __init__(self) -> None:
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+        numba_support.prefer_openmp()
         self._parallel_from: float = _PARALLEL_FROM
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -98,33 +99,23 @@ class CompiledOps:
         return weight.contiguous().numpy(), np.float32(eps)
 
     def norm_linear(self, x: Array, norm: Norm, weight: RowMajorLinear) -> Array:
-        if self._is_small(x, weight):
-            out = np.empty((x.shape[0], weight.num_outputs), np.float32)
-            linear_kernels.norm_multiply(x, *norm, weight.array, out)
-            return out
         normed = np.empty_like(x)
-        is_large = x.size > self._parallel_from
-        kernel = norm_kernels.rms_norm_parallel if is_large else norm_kernels.rms_norm_serial
-        kernel(x, *norm, normed)
-        return weight.multiply(normed)
+        norm_kernels.rms_norm(x, *norm, normed)
+        return self.linear_add(normed, weight, _NOTHING)
 
     def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
         if self._is_small(x, weight):
-            out = np.empty_like(residual)
-            linear_kernels.multiply_add(weight.array, x, residual, out)
+            out = np.empty((x.shape[0], weight.num_outputs), np.float32)
+            linear_kernels.multiply(weight.array, x, residual, out)
             return out
         return weight.multiply(x, residual)
 
     def swiglu_linear_add(self, gate_up: Array, weight: RowMajorLinear, residual: Array) -> Array:
-        if self._is_small(gate_up, weight):
-            out = np.empty_like(residual)
-            linear_kernels.swiglu_multiply_add(gate_up, weight.array, residual, out)
-            return out
         x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
         is_large = x.size > self._parallel_from
         kernel = swiglu_kernels.swiglu_parallel if is_large else swiglu_kernels.swiglu_serial
         kernel(gate_up, x)
-        return weight.multiply(x, residual)
+        return self.linear_add(x, weight, residual)
 
     def _is_small(self, x: Array, weight: RowMajorLinear) -> bool:
         """Whether the tiles multiply; while everything is being compiled, either may."""
@@ -137,8 +128,12 @@ class CompiledOps:
         num_v_heads, dv = weights.dt_bias.numel(), weights.norm.numel()
         channels, width = weights.conv.shape
         key_dim = (channels - num_v_heads * dv) // 2
-        q, k, v = weights.conv.split([key_dim, key_dim, num_v_heads * dv])
-        parts = [x.reshape(heads, -1, width).transpose(1, 2) for x in (q, k, v)]
+        pieces = (
+            weights.conv[:key_dim],
+            weights.conv[key_dim : 2 * key_dim],
+            weights.conv[2 * key_dim :],
+        )
+        parts = [x.reshape(heads, -1, width).transpose(1, 2) for x in pieces]
         conv = torch.cat(parts, dim=2).contiguous().numpy()
         vectors = (weights.decay_rate, weights.dt_bias, weights.norm)
         return (heads, conv, *(x.contiguous().numpy() for x in vectors), np.float32(weights.eps))
@@ -178,11 +173,9 @@ class CompiledOps:
         (heads, dim), *rest = weights
         q = np.empty((projected.shape[0], heads, dim), np.float32)
         out = np.empty((projected.shape[0], heads * dim), np.float32)
-        is_large = projected.size > self._parallel_from
-        prepare = (
-            attention_kernels.prepare_parallel if is_large else attention_kernels.prepare_serial
+        attention_kernels.prepare(
+            projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q
         )
-        prepare(projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q)
         if len(batch.short_tokens):
             work = int(batch.short_lengths.sum()) * heads * dim
             is_large = work > 4 * self._parallel_from

@@ -14,8 +14,8 @@ Read next: ``compiled_ops.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -25,21 +25,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-SPIN_COUNT = "1000"
 
-
-def prepare_process() -> None:
-    """Make OpenMP threads yield early. Call before torch is imported; later it has no effect.
-
-    A second busy process turns milliseconds into hundreds with the default spinning.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+def prefer_openmp() -> None:
+    """Choose the OpenMP layer where there is one. Call before the first parallel kernel runs."""
+    config: Any = numba.config
+    config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 
 def set_num_threads(num_threads: int) -> None:
     """Give torch and the compiled kernels the same number of threads."""
+    config: Any = numba.config
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
+
+
+_ONLY_PRANGE = dict.fromkeys(
+    ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
+) | {"prange": True}
+"""Nothing but explicit loops is made parallel: the rest would only cost compilation."""
 
 
 def compiled(*, parallel: bool = False, inline: bool = False) -> Callable[[Any], Any]:
@@ -48,18 +51,37 @@ def compiled(*, parallel: bool = False, inline: bool = False) -> Callable[[Any],
     def wrap(function: Callable[..., Any]) -> Any:
         options: dict[str, Any] = {
             "nogil": True,
-            "parallel": parallel,
+            "parallel": dict(_ONLY_PRANGE) if parallel else False,
             "fastmath": {"contract", "reassoc"},
             "error_model": "numpy",
         }
         if inline:
             options["forceinline"] = True
         try:
-            return numba.njit(cache=True, **options)(function)
+            return _tie_to_all_sources(numba.njit(cache=True, **options)(function))
         except RuntimeError:  # no directory for the cache can be written to
             return numba.njit(**options)(function)
 
     return wrap
+
+
+def _stamp_sources() -> tuple[tuple[str, int, int], ...]:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
+
+
+_SOURCES = _stamp_sources()
+
+
+def _tie_to_all_sources(dispatcher: Any) -> Any:
+    """Make a cached kernel stale when ANY kernel file changes.
+
+    numba itself looks at the file of the function alone, not at what is inlined into it.
+    """
+    cache_file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if cache_file is not None and hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = (cache_file._source_stamp, _SOURCES)
+    return dispatcher
 
 
 @intrinsic
@@ -103,7 +125,8 @@ def exp32(x):  # type: ignore[no-untyped-def]
     p = p * r + _C4
     p = p * r + _C5
     y = p * (r * r) + r + _ONE
-    return y * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    bits = (np.int32(n) + np.int32(127)) << np.int32(23)
+    return y * float_from_bits(bits)  # type: ignore[call-arg]
 
 
 @compiled(inline=True)

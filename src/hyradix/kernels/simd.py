@@ -23,20 +23,20 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
 
 
-class Float32x16(types.Type):  # type: ignore[misc]
+class Float32x16(types.Type):
     """Numba type of a vector of sixteen float32."""
 
     def __init__(self) -> None:
         super().__init__(name="Float32x16")
 
 
-vector = Float32x16()
+vector: Any = Float32x16()
 
 
 @register_model(Float32x16)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _VECTOR)
+        super().__init__(manager, numba_type, _VECTOR)  # type: ignore[no-untyped-call]
 
 
 def splat(builder: Any, scalar: Any, *, lanes: int = LANES) -> Any:

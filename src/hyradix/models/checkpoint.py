@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shard_paths(directory: Path) -> list[Path]:
-    """The safetensors files. Raises ``ModelLoadError`` naming those that the index lists in vain."""
+    """The safetensors files. Raises ``ModelLoadError`` naming those that are not there."""
     if (directory / INDEX).exists():
         names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
         missing = [name for name in names if not (directory / name).is_file()]

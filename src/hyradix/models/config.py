@@ -90,12 +90,15 @@ def positive(raw: RawConfig, key: str) -> int:
 
 def rope(raw: RawConfig, head_dim: int) -> tuple[float, int]:
     """(theta, rotary dimensions), from ``rope_parameters`` or the older separate keys."""
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    parameters: RawConfig = {
+        **(raw.get("rope_scaling") or {}),
+        **(raw.get("rope_parameters") or {}),
+    }
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise ModelLoadError(f"config.json: rope_type {kind!r} is not supported (only 'default')")
-    theta = parameters.get("rope_theta", raw.get("rope_theta", 10_000.0))
-    factor = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
+    theta: Any = parameters.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    factor: Any = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
     dims = int(head_dim * float(factor))
     if dims < 2 or dims % 2 or dims > head_dim:
         raise ModelLoadError(

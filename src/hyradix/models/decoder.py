@@ -144,17 +144,15 @@ class DecoderBuilder:
     def build(self, tensors: Tensors) -> Decoder:
         """``tensors`` has exactly the ``expected_shapes``; it is empty afterwards."""
         config, ops = self._config, self._ops
+        weight_bytes = sum(t.numel() for t in tensors.values()) * self._dtype.itemsize
         weight = tensors.pop("model.embed_tokens.weight").to(self._dtype)
         head = None if config.is_tied else tensors.pop("lm_head.weight").to(self._dtype)
-        count = weight.numel() + (0 if head is None else head.numel())
-        weight_bytes = count * weight.element_size()
         embedding = Embedding(ops, weight, head)
         layers = []
         for i, kind in enumerate(config.layers):
             prefix = f"model.layers.{i}."
             names = [name for name in tensors if name.startswith(prefix)]
             layer = {name[len(prefix) :]: tensors.pop(name) for name in names}
-            weight_bytes += sum(t.numel() for t in layer.values()) * weight.element_size()
             index = config.layers[:i].count(kind)
             layers.append(self._layer(kind, index, layer))
         norm = self._norm(tensors.pop("model.norm.weight"))
@@ -179,9 +177,8 @@ class DecoderBuilder:
 
     def _attention(self, index: int, layer: Tensors) -> GatedAttention:
         config = self._config
-        q_gate = layer["self_attn.q_proj.weight"].unflatten(
-            0, (config.num_heads, 2, config.head_dim)
-        )
+        shape = (config.num_heads, 2, config.head_dim, config.hidden_size)
+        q_gate = layer["self_attn.q_proj.weight"].reshape(shape)
         q, gate = (q_gate[:, i].flatten(0, 1) for i in (0, 1))
         k, v = layer["self_attn.k_proj.weight"], layer["self_attn.v_proj.weight"]
         weights = AttentionWeights(

@@ -22,8 +22,8 @@ from hyradix.models.config import (
     rope,
 )
 
-MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
-ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+MODEL_TYPES: tuple[str, ...] = ("qwen3_5_text", "qwen3_5")
+ARCHITECTURES: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, torch.Tensor]
 

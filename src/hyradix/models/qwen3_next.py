@@ -13,8 +13,8 @@ from hyradix.errors import ModelLoadError
 from hyradix.models.config import ModelConfig, RawConfig, eos_ids
 from hyradix.models.qwen3_5 import Shapes, Tensors, parse_text
 
-MODEL_TYPES = ("qwen3_next",)
-ARCHITECTURES = ("Qwen3NextForCausalLM",)
+MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
+ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
 
 
 def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:

@@ -25,12 +25,15 @@ from hyradix.kernels.ops import Array
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
 from hyradix.request import (
+    SINK,
     BoolArray,
     Int32Array,
     Int64Array,
     PromptLogprobs,
     SamplingParams,
     ScheduledBatch,
+    StateOp,
+    StateOpKind,
     StepOutput,
     TokenLogprobs,
 )
@@ -61,7 +64,7 @@ class TokenSampler(Protocol):
         row: int,
         params: SamplingParams,
         seed: int,
-        prompt_ids: Int32Array,
+        token_ids: Int32Array,
         num_prompt_tokens: int,
     ) -> None:
         """A request enters ``row`` with all tokens known so far."""
@@ -113,13 +116,12 @@ class ModelRunner:
             rows=one,
             starts=one,
             num_tokens=one + 1,
-            write_from=one,
+            write_from=one + 1,  # nothing is written to the KV pool
             state_slots=one,
             samples=np.ones(1, np.bool_),
         )
         with torch.inference_mode():
-            self.pools.states.poison([0])
-            self.pools.kv.poison([0])
+            self.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
             prepared = prepare(batch, self.table)
             self._model.ops.warm_up(lambda: self._model.warm_up(self._context(prepared)))
 

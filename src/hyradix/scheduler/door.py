@@ -5,12 +5,13 @@ Owns: the limits a request must keep to run at all. Raises only ``RequestError``
 
 from __future__ import annotations
 
+from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.config import EngineConfig
 from hyradix.errors import CapacityError, ContextLengthError, InvalidParameterError
 from hyradix.request import Request
 
 
-def refuse_impossible(request: Request, config: EngineConfig) -> None:
+def refuse_impossible(request: Request, config: EngineConfig, cache: PrefixCache) -> None:
     """Raise for a request that could never run, saying what it needs and what there is."""
     length = request.num_prompt_tokens
     if length == 0:
@@ -31,9 +32,11 @@ def refuse_impossible(request: Request, config: EngineConfig) -> None:
     max_tokens = request.sampling.max_tokens
     needed = config.max_context if max_tokens is None else length + max_tokens
     needed = min(needed, config.max_context)
-    if needed > config.num_kv_slots:
+    pinned = cache.num_pinned_elsewhere(request.namespace, request.prompt_token_ids)
+    if needed > config.num_kv_slots - pinned:
+        besides = f", {pinned} of them pinned" if pinned else ""
         raise CapacityError(
             f"the request needs {needed} KV slots (a prompt of {length} and its reply) and the "
-            f"pool has {config.num_kv_slots}; lower max_tokens or shorten the prompt",
+            f"pool has {config.num_kv_slots}{besides}; lower max_tokens or shorten the prompt",
             param="max_tokens",
         )

@@ -38,10 +38,13 @@ from hyradix.request import (
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
 from hyradix.scheduler.door import refuse_impossible
 from hyradix.scheduler.request_state import RequestState, Status
-from hyradix.scheduler.sharing import find_provider, is_still_waiting
+from hyradix.scheduler.sharing import ask_for_shared, find_provider, is_still_waiting
 
 DECODE_SLOTS = 16
 """KV slots a decoding request takes at a time: short runs keep its slots contiguous."""
+
+MAX_ASKED = 64
+"""Queued requests whose common prefix with one being admitted is looked at."""
 
 OVERDUE_STEPS = 256
 """Under longest-prefix order, a request that has waited this long goes first."""
@@ -120,7 +123,7 @@ class Scheduler:
         """Queue a request. Raises ``RequestError`` for what can never run, ``QueueFullError``."""
         if request.request_id in self._states:
             raise InvalidParameterError(f"request id {request.request_id!r} is in use")
-        refuse_impossible(request, self.config)
+        refuse_impossible(request, self.config, self.cache)
         if len(self._waiting) >= self.config.max_queue:
             raise QueueFullError(f"{len(self._waiting)} requests wait already; try again later")
         self._num_arrived += 1
@@ -130,6 +133,9 @@ class Scheduler:
         state.arrival_step = self._step
         self._states[request.request_id] = state
         self._waiting.append(state)
+        if self.config.prefix_cache:
+            for other in self._running:
+                ask_for_shared(other, [state], self.cache)
         self.counters.requests += 1
         self.counters.prompt_tokens += state.num_prompt_tokens
         return state
@@ -251,6 +257,10 @@ class Scheduler:
             return False
         holding = admission.holding
         state.admit(holding)
+        if self.config.prefix_cache:
+            ask_for_shared(
+                state, [q for q in self._waiting if q is not state][:MAX_ASKED], self.cache
+            )
         insort(self._running, state, key=lambda s: s.arrival)
         if state.num_admissions == 1:
             self.counters.cached_tokens += state.num_cached_tokens

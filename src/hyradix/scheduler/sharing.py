@@ -1,6 +1,7 @@
 """Waiting for a prefix that somebody else is just computing.
 
-Owns: which running request is about to leave a state that a waiting one could resume from.
+Owns: which running request is about to leave a state that a waiting one could resume from, and
+asking it for one where the two part (the longest common prefix is a checkpoint candidate).
 Invariant: nobody waits for a request that is not prefilling any more, so the wait always ends.
 Source: DESIGN section 5, prefill. Read next: ``scheduler.py``.
 """
@@ -24,6 +25,20 @@ def is_still_waiting(state: RequestState) -> bool:
         return True
     state.waits_for = None
     return False
+
+
+def ask_for_shared(state: RequestState, others: Iterable[RequestState], cache: PrefixCache) -> None:
+    """Have the prefilling ``state`` leave a state where each of ``others`` parts from it."""
+    if state.holding is None or not state.is_prefilling:
+        return
+    mine = state.tokens.to_bytes()[: (state.prefill_end - 1) * TOKEN_BYTES]
+    for other in others:
+        if other.request.namespace != state.request.namespace:
+            continue
+        wanted = other.tokens.to_bytes()[: max(other.match_limit, 0) * TOKEN_BYTES]
+        shared = common_prefix(mine, wanted)
+        if shared - state.num_scheduled_tokens >= cache.config.min_gain:
+            cache.promise(state.holding, shared, state.num_scheduled_tokens)
 
 
 def find_provider(

@@ -173,3 +173,12 @@ def _add_operation(app: FastAPI, frontend: Frontend) -> None:
             stats = None
         body = frontend.metrics.render(client.info, stats, is_alive=client.is_alive)
         return Response(body, media_type=CONTENT_TYPE)
+
+    @app.get("/v1/cache")
+    async def cache() -> Response:
+        return _json(await frontend.client.cache_view())
+
+    @app.post("/flush_cache")
+    async def flush_cache() -> Response:
+        await frontend.client.flush_cache()
+        return Response(b'{"status":"ok"}', media_type=JSON)

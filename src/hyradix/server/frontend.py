@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from hyradix.engine.fan_out import fan_out
-from hyradix.engine.messages import EngineInfo, EngineStats
+from hyradix.engine.messages import CacheView, EngineInfo, EngineStats
 from hyradix.errors import (
     ContextLengthError,
     HyradixError,
@@ -85,6 +85,8 @@ class Client(Protocol):
     def error(self) -> HyradixError | None: ...
     def generate(self, *requests: Request) -> Outputs: ...
     async def stats(self) -> EngineStats: ...
+    async def cache_view(self) -> CacheView: ...
+    async def flush_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

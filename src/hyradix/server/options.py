@@ -37,13 +37,14 @@ HELP = {
     "max_checkpoints": "Checkpoints one request may place while prefilling.",
     "track_interval": "Decode tokens between saves of a running request's state; 0: never.",
     "overlap": "Schedule the next step while the device runs this one.",
-    "order": "Order of the queue: fcfs, or longest_prefix (most cached tokens first).",
+    "order": "Order of the queue: fcfs, or longest_prefix (longest cached prefix first).",
     "force_preempt_every": "For tests: preempt a request every N steps; 0: never.",
     "preempt_donate": "Give a preempted request's state to the cache: always or never.",
     "max_queue": "Requests that may wait; more are refused with status 429.",
     "check_invariants": "Prove the cache's invariants after every step (slow).",
     "warmup_prompts_file": "JSON list of prompts or message lists to run before the server is "
     "ready.",
+    "warmups": "Another way to ask for warm-up prompts: kda_cache.",
     "pin": "Never evict the prefixes of the warm-up prompts.",
     "seed": "Seed for requests that bring none. (default: random)",
 }

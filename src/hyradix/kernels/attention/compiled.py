@@ -5,7 +5,8 @@ Invariants: one query's result depends on its own row's slots only, summed in sl
 thread: it has the same bits in whatever batch it is computed.
 Read next: ``reference.py`` (the readable twin; shapes are described there).
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: ignore-errors
+# (kernels are typed by numba, not by annotations)
 
 from __future__ import annotations
 
@@ -77,17 +78,9 @@ def _prepare_token(projected, t, position, slot, q_norm, k_norm, eps, angles, k_
 
 
 @compiled()
-def prepare_serial(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_pool, q):
+def prepare(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_pool, q):
     """Normalise and rotate q and k, write k and v to their slots; q: ``[T, H, D]``."""
     for t in range(positions.size):
-        _prepare_token(projected, t, positions[t], slots[t], q_norm, k_norm, eps, angles, k_pool,
-                       v_pool, q)  # fmt: skip
-
-
-@compiled(parallel=True)
-def prepare_parallel(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_pool, q):
-    """``prepare_serial`` over all threads."""
-    for t in prange(positions.size):
         _prepare_token(projected, t, positions[t], slots[t], q_norm, k_norm, eps, angles, k_pool,
                        v_pool, q)  # fmt: skip
 
@@ -176,7 +169,7 @@ def _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, proje
 
 @compiled()
 def decode_serial(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
-    """Attention of single queries: token ``tokens[i]`` of table row ``rows[i]`` sees ``lengths[i]``.
+    """Single queries: token ``tokens[i]`` of table row ``rows[i]`` sees ``lengths[i]`` keys.
 
     q: ``[T, H, D]``; out: ``[T, H D]``, gated by the last H D columns of ``projected``.
     """
@@ -187,5 +180,6 @@ def decode_serial(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected,
 @compiled(parallel=True)
 def decode_parallel(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
     """``decode_serial`` over all threads."""
-    for task in prange(tokens.size * k_pool.shape[1]):
+    for i in prange(tokens.size * k_pool.shape[1]):
+        task = np.int64(i)
         _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out)

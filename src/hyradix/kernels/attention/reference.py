@@ -118,7 +118,8 @@ def attention(
         out[first:last] = attend_row(
             q[first:last], batch.kv_table[batch.rows[i]], int(batch.starts[i]), k_pool, v_pool
         )
-    return out.flatten(1) * gate.sigmoid()
+    gated: torch.Tensor = out.flatten(1) * gate.sigmoid()
+    return gated
 
 
 def attend_row(

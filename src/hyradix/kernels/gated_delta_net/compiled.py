@@ -11,7 +11,8 @@ Invariants:
   and describes the shapes.
 Read next: ``reference.py``.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: ignore-errors
+# (kernels are typed by numba, not by annotations)
 
 from __future__ import annotations
 
@@ -172,8 +173,10 @@ def _save(state, conv_state, slot, target, group, size, window, newest, width, c
 
 
 @compiled()
-def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, conv_state, state,
-               decay_rate, dt_bias, norm_weight, eps, save_at, save_slots, save, save_last, out):  # fmt: skip
+def _run_group(
+    projected, first, last, slot, group, num_k_heads, conv_weight, conv_state, state, decay_rate,
+    dt_bias, norm_weight, eps, save_at, save_slots, save, save_last, out,
+):  # fmt: skip
     """All tokens of one sequence for one key head and its value heads."""
     num_v_heads, dk, dv = state.shape[1:]
     ratio = num_v_heads // num_k_heads
@@ -183,9 +186,9 @@ def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, co
     a0 = b0 + num_v_heads
     width, channels = conv_weight.shape[1], conv_weight.shape[2]
     segments = np.empty((3, 2), np.int64)
-    segments[0] = group * dk, dk
-    segments[1] = (num_k_heads + group) * dk, dk
-    segments[2] = v0 + group * ratio * dv, ratio * dv
+    segments[0, 0], segments[0, 1] = group * dk, dk
+    segments[1, 0], segments[1, 1] = (num_k_heads + group) * dk, dk
+    segments[2, 0], segments[2, 1] = v0 + group * ratio * dv, ratio * dv
     window = np.empty(width * channels, np.float32)
     mixed = np.empty(channels, np.float32)
     o, gate = np.empty(dv, np.float32), np.empty(dv, np.float32)
@@ -221,8 +224,10 @@ def _run_group(projected, first, last, slot, group, num_k_heads, conv_weight, co
 
 
 @compiled()
-def mix_serial(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state,
-               decay_rate, dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out):  # fmt: skip
+def mix_serial(
+    projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state, decay_rate,
+    dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out,
+):  # fmt: skip
     """``reference.mix`` on one thread; conv_weight is [Hk, K, channels of one group]."""
     for task in range(state_slots.size * num_k_heads):
         row = task // num_k_heads
@@ -233,10 +238,13 @@ def mix_serial(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, con
 
 
 @compiled(parallel=True)
-def mix_parallel(projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state,
-                 decay_rate, dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out):  # fmt: skip
+def mix_parallel(
+    projected, cu_seqlens, state_slots, num_k_heads, conv_weight, conv_state, state, decay_rate,
+    dt_bias, norm_weight, eps, save_offsets, save_at, save_slots, out,
+):  # fmt: skip
     """``mix_serial`` over all threads (another name: numba's cache tells functions by name)."""
-    for task in prange(state_slots.size * num_k_heads):
+    for i in prange(state_slots.size * num_k_heads):
+        task = np.int64(i)  # signed, as in the serial form: one compilation serves both
         row = task // num_k_heads
         _run_group(projected, cu_seqlens[row], cu_seqlens[row + 1], state_slots[row],
                    task % num_k_heads, num_k_heads, conv_weight, conv_state, state, decay_rate,

@@ -29,7 +29,7 @@ class RaggedStates:
     cu_seqlens: ``int32[N+1]``; sequence i has tokens cu_seqlens[i] : cu_seqlens[i+1].
     slots: ``int32[N]`` working slots, all different.
     save_offsets: ``int32[N+1]``; sequence i has saves save_offsets[i] : save_offsets[i+1].
-    save_at: ``int32[S]`` ascending per sequence, counts of this call's tokens (1 = after the first).
+    save_at: ``int32[S]`` ascending per sequence: counts of this call's tokens (1: the first).
     save_slots: ``int32[S]`` where the state at that point is copied to.
     """
 

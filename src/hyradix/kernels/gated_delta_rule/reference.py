@@ -78,13 +78,19 @@ def _chunk(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs [c, H, V], corrections u [H, c, V] and summed log decays [H, c] of one chunk."""
+    """Outputs [c, H, V], corrections u [H, c, V], summed log decays float64 [H, c] of one chunk."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, c, ...]
-    total, beta = g.T.cumsum(1), beta.T.unsqueeze(-1)
+    total = g.T.double().cumsum(1)  # differences of large sums: float32 would lose digits
+    beta = beta.T.unsqueeze(-1)
     size = total.shape[1]
     above = torch.ones(size, size, dtype=torch.bool).triu(1)
-    ratio = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(above, float("-inf")).exp()
-    grown = total.exp().unsqueeze(-1)
+    ratio = (
+        (total.unsqueeze(2) - total.unsqueeze(1))
+        .masked_fill(above, float("-inf"))
+        .exp()
+        .to(q.dtype)
+    )
+    grown = total.exp().unsqueeze(-1).to(q.dtype)
     system = beta * (k @ k.transpose(1, 2)) * ratio
     right = beta * (v - grown * (k @ state))
     u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -97,8 +103,9 @@ def _state_after(
 ) -> torch.Tensor:
     """The state after ``count`` tokens of a chunk, from its start state: one small product."""
     last = total[:, count - 1]
-    scaled = k[:, :count] * (last.unsqueeze(1) - total[:, :count]).exp().unsqueeze(-1)
-    return torch.baddbmm(state * last.exp()[:, None, None], scaled.transpose(1, 2), u[:, :count])
+    scaled = k[:, :count] * (last.unsqueeze(1) - total[:, :count]).exp().unsqueeze(-1).to(k.dtype)
+    kept = state * last.exp()[:, None, None].to(state.dtype)
+    return torch.baddbmm(kept, scaled.transpose(1, 2), u[:, :count])
 
 
 def step_(

@@ -5,7 +5,8 @@ Invariant: an output element is summed in one order, whatever the number of rows
 sequence alone or in a batch gives the same bits.
 Read next: ``tile.py``.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: ignore-errors
+# (kernels are typed by numba, not by annotations)
 
 from __future__ import annotations
 
@@ -15,8 +16,6 @@ from numba import prange
 
 from hyradix.kernels.linear.tile import dot_tile
 from hyradix.kernels.numba_support import compiled
-from hyradix.kernels.rms_norm.compiled import rms_norm_serial
-from hyradix.kernels.swiglu.compiled import swiglu_serial
 
 MAX_ROWS = 32
 """Above this many rows a BLAS is faster."""
@@ -72,48 +71,22 @@ def _cover(weight, first, last, x, out):
         m += 1
 
 
-@compiled(parallel=True)
-def multiply(weight, x, out):
-    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T, float32; weight float32 or bf16 as uint16."""
-    total = weight.shape[0]
-    for block in prange((total + _BLOCK - 1) // _BLOCK):
-        _cover(weight, block * _BLOCK, min(total, (block + 1) * _BLOCK), x, out)
-
-
-@compiled(parallel=True)
-def norm_multiply(x, norm_weight, eps, weight, out):
-    """``multiply`` of rms_norm(x)."""
-    normed = np.empty(x.shape, np.float32)
-    rms_norm_serial(x, norm_weight, eps, normed)
-    total = weight.shape[0]
-    for block in prange((total + _BLOCK - 1) // _BLOCK):
-        _cover(weight, block * _BLOCK, min(total, (block + 1) * _BLOCK), normed, out)
-
-
 @compiled()
 def _add(residual, first, last, out):
-    for m in range(out.shape[0]):
+    for m in range(residual.shape[0]):
         for r in range(first, last):
             out[m, r] += residual[m, r]
 
 
 @compiled(parallel=True)
-def multiply_add(weight, x, residual, out):
-    """``multiply`` plus ``residual`` ``[M, O]``."""
+def multiply(weight, x, residual, out):
+    """out ``[M, O]`` = x ``[M, I]`` @ weight ``[O, I]``.T + residual ``[M, O]`` (``[0, 0]``: none).
+
+    The weight is float32, or bf16 seen as uint16.
+    """
     total = weight.shape[0]
     for block in prange((total + _BLOCK - 1) // _BLOCK):
-        last = min(total, (block + 1) * _BLOCK)
-        _cover(weight, block * _BLOCK, last, x, out)
-        _add(residual, block * _BLOCK, last, out)
-
-
-@compiled(parallel=True)
-def swiglu_multiply_add(gate_up, weight, residual, out):
-    """``multiply_add`` of swiglu(gate_up)."""
-    x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-    swiglu_serial(gate_up, x)
-    total = weight.shape[0]
-    for block in prange((total + _BLOCK - 1) // _BLOCK):
-        last = min(total, (block + 1) * _BLOCK)
-        _cover(weight, block * _BLOCK, last, x, out)
-        _add(residual, block * _BLOCK, last, out)
+        first = np.int64(block) * _BLOCK
+        last = min(total, first + _BLOCK)
+        _cover(weight, first, last, x, out)
+        _add(residual, first, last, out)

@@ -25,10 +25,8 @@ class PackedLinear:
     def multiply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x ``[T, I]`` float32 -> ``[T, O]`` float32, plus ``residual``."""
         x = x.to(self.dtype)
-        if self._weight is not None:
-            y = F.linear(x, self._weight)
-        else:
-            y = _multiply(x, self._packed)
+        plain = self._weight
+        y = _multiply(x, self._packed) if plain is None else F.linear(x, plain)
         y = y.float()
         return y if residual is None else y.add_(residual)
 

@@ -47,7 +47,10 @@ def _prefetch(builder: Any, pointer: Any) -> None:
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *hints])
 
 
-def _accumulate(builder: Any, w: list[Any], x: list[Any], sums: list[Any], k: Any, mask: Any, is_bf16: bool, ahead: Any = None) -> list[Any]:  # fmt: skip
+def _accumulate(
+    builder: Any, w: list[Any], x: list[Any], sums: list[Any], k: Any, mask: Any, is_bf16: bool,
+    ahead: Any = None,
+) -> list[Any]:  # fmt: skip
     """IR: sums[r][m] += w[r][k:k+16] * x[m][k:k+16], flattened."""
     rows = []
     for p in w:
@@ -63,12 +66,12 @@ def _accumulate(builder: Any, w: list[Any], x: list[Any], sums: list[Any], k: An
     return out
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
+@intrinsic(prefer_literal=True)
 def dot_tile(
     typingctx: Any, rows: Any, columns: Any, weight: Any, w: Any, x: Any, x_index: Any,
     size: Any, out: Any, out_index: Any, out_stride: Any,
 ) -> Any:  # fmt: skip
-    """out[out_index + m * out_stride + r] = sum_k weight[w + r * size + k] * x[x_index + m * size + k].
+    """out[o + m * out_stride + r] = sum_k weight[w + r * size + k] * x[x0 + m * size + k].
 
     ``rows`` R and ``columns`` M are literals; the weight is float32, or bfloat16 seen as uint16.
     All places are flat.

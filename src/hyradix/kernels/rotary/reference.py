@@ -17,7 +17,7 @@ def rotary_table(length: int, rotary_dim: int, theta: float) -> torch.Tensor:
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate ``x`` [T, H, D]; ``angles`` [T, 2, R/2]: dimension i pairs with i + R/2, the rest stay."""
+    """Rotate ``x`` [T, H, D] by ``angles`` [T, 2, R/2]: i pairs with i + R/2, the rest stay."""
     half = angles.shape[-1]
     cos, sin = angles[:, 0].unsqueeze(1), angles[:, 1].unsqueeze(1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -1,0 +1,91 @@
+"""C8, W8: a pool that fills up while decoding, and preemption forced by a setting."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.drive import CHUNKS, Driver, computed, text
+from tests.support.harness import make_config
+
+
+def repeated(h: Driver) -> int:
+    """Positions computed more often than a run without preemption would have."""
+    needed = sum(
+        len(r.tokens) - 1 - r.state.num_cached_tokens for r in h.records.values() if r.output
+    )
+    return computed(h) - needed
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("donate", ["always", "never"])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_c8_decode_until_the_pool_is_full(chunk: int, donate: str, overlap: bool) -> None:
+    h = Driver(
+        make_config(
+            max_prefill_tokens=chunk,
+            kv_slots=150,
+            states=20,
+            max_requests=4,
+            max_context=140,
+            track_interval=8,
+            preempt_donate=donate,
+            overlap=overlap,
+        )
+    )
+    records = [h.add(text(i, 15 + i), 80) for i in range(4)]
+    h.close()
+    assert h.scheduler.counters.preemptions > 0
+    assert records[0].state.num_admissions == 1, "the oldest always goes on"
+    if repeated(h) > 4 * h.scheduler.counters.preemptions:
+        assert h.cache.counters.evicted_states > 0
+        assert h.cache.counters.evicted_kv > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_c8_preempted_every_few_steps(chunk: int, every: int, overlap: bool) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, force_preempt_every=every, overlap=overlap))
+    for i in range(3):
+        h.add(text(i, 40 * i + 5), 12)
+    h.close()
+    assert h.scheduler.counters.preemptions > 0
+    if not overlap:
+        assert repeated(h) == 0, "every donation survived"
+
+
+@pytest.mark.parametrize("at", [300, 617, 999])
+@pytest.mark.parametrize(("interval", "most"), [(256, 255), (1, 0), (0, None)])
+def test_w8_what_a_preemption_without_donation_costs(
+    interval: int, most: int | None, at: int
+) -> None:
+    h = Driver(
+        make_config(
+            track_interval=interval,
+            preempt_donate="never",
+            force_preempt_every=at,
+            max_context=1100,
+            kv_slots=2048,
+        ),
+        is_checking=False,
+    )
+    record = h.serve(text(1, 50), 1000)
+    assert record.state.num_admissions == 1 + 999 // at
+    if record.state.num_admissions == 2:
+        if most is None:
+            assert repeated(h) == at, "the prompt's checkpoint still serves"
+        else:
+            assert repeated(h) <= most
+            assert repeated(h) == (50 + at - 1) % interval
+    h.close()
+
+
+def test_an_aborted_request_that_was_preempted_is_gone() -> None:
+    h = Driver(make_config(max_requests=1, states=2, force_preempt_every=2, overlap=True))
+    for ahead in (1, 2, 3):
+        record = h.add(text(ahead, 20), 30)
+        for _ in range(ahead * 2):
+            h.begin()
+        h.abort(record)
+        h.drain()
+    h.close()

@@ -1,0 +1,167 @@
+"""What can be wrong with a checkpoint, and what is right about several forms of one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.checkpoints import COMMON
+
+from hyradix.errors import ModelLoadError
+from hyradix.kernels.ops import load_ops
+from hyradix.models import checkpoint
+from hyradix.models.loader import build_model, init_random, load_config, load_model, model_facts
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    raw = {
+        "model_type": "qwen3_5_text",
+        "linear_conv_kernel_dim": 4,
+        **COMMON,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(init_random(load_config(tmp_path)), tmp_path / WEIGHTS)
+    return tmp_path
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def fails(directory, *words, **options):
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(directory, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_loads_and_reports_progress(directory):
+    seen = []
+    model = load_model(directory, on_progress=lambda *news: seen.append(news))
+    assert seen[-1][0] == "weights"
+    assert seen[-1][1] == seen[-1][2] == len(load_file(directory / WEIGHTS))
+    assert model.weight_bytes == model_facts(directory).weight_bytes
+
+
+def test_dummy_weights_need_no_files(directory):
+    (directory / WEIGHTS).unlink()
+    assert load_model(directory, load_format="dummy").config.vocab_size == 97
+
+
+def test_missing_unknown_and_wrong_weights_are_all_listed(directory):
+    tensors = load_file(directory / WEIGHTS)
+    tensors["model.layers.0.surprise"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.norm.weight"] = torch.zeros(3)
+    save_file(tensors, directory / WEIGHTS)
+    fails(directory, "1 missing: model.layers.1.mlp.up_proj.weight", "1 unknown: model.layers.0",
+          "model.norm.weight [3] instead of [48]")  # fmt: skip
+
+
+def test_files_that_are_missing_or_damaged(directory):
+    data = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(data[: len(data) // 2])
+    fails(directory, WEIGHTS, "damaged")
+    (directory / WEIGHTS).unlink()
+    fails(directory, "no safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (directory / checkpoint.INDEX).write_text(json.dumps(index))
+    fails(directory, "model-1.safetensors, model-2.safetensors")
+    (directory / "config.json").write_text("{")
+    fails(directory, "config.json")
+    (directory / "config.json").unlink()
+    fails(directory, "has no config.json")
+
+
+def test_sharded(directory):
+    tensors = load_file(directory / WEIGHTS)
+    names = sorted(tensors)
+    where = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for shard in set(where.values()):
+        save_file({n: tensors[n] for n in names if where[n] == shard}, directory / shard)
+    (directory / checkpoint.INDEX).write_text(json.dumps({"weight_map": where}))
+    (directory / WEIGHTS).unlink()
+    load_model(directory)
+
+
+def test_configs_that_are_refused(directory):
+    for changes, word in [
+        ({"model_type": "llama", "architectures": ["Llama"]}, "Qwen3_5ForCausalLM"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads"),
+        ({"linear_num_key_heads": 4}, "multiple"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ]:
+        kept = (directory / "config.json").read_text()
+        change_config(directory, **changes)
+        fails(directory, word)
+        (directory / "config.json").write_text(kept)
+
+
+def test_mixture_of_experts_is_refused_unless_no_layer_has_one(directory):
+    change_config(directory, model_type="qwen3_next", num_experts=8)
+    fails(directory, "mixture-of-experts")
+    change_config(directory, mlp_only_layers=[0, 1, 2, 3])
+    assert load_config(directory).family == "qwen3_next"
+
+
+def test_nested_form_equals_the_flat_one(directory, tmp_path_factory):
+    nested = tmp_path_factory.mktemp("nested")
+    text = json.loads((directory / "config.json").read_text())
+    raw = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    (nested / "config.json").write_text(json.dumps(raw))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(directory / WEIGHTS).items()
+    }
+    extra = {"model.visual.patch.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    save_file({**tensors, **extra}, nested / WEIGHTS)
+    model = load_model(nested)
+    assert model.config.architecture == "Qwen3_5ForConditionalGeneration"
+    assert model.config.layers == load_model(directory).config.layers
+
+
+def test_facts_and_end_of_sequence(directory):
+    change_config(directory, eos_token_id=5)
+    facts = model_facts(directory)
+    assert facts.eos_token_ids == (5,)
+    assert facts.kv_bytes_per_slot == 2 * 1 * 2 * 24 * 4
+    channels = 2 * 2 * 12 + 6 * 20
+    assert facts.state_bytes_per_slot == 3 * 4 * (6 * 12 * 20 + channels * 3)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert model_facts(directory, "bfloat16").eos_token_ids == (7, 9)
+    assert model_facts(directory, "bfloat16").weight_bytes * 2 == facts.weight_bytes
+
+
+def test_old_and_new_rope_keys(directory):
+    change_config(directory, rope_theta=5000.0, partial_rotary_factor=0.5)
+    assert (load_config(directory).rope_theta, load_config(directory).rotary_dim) == (5000.0, 12)
+    change_config(directory, rope_parameters={"rope_theta": 7.0, "partial_rotary_factor": 1.0})
+    assert (load_config(directory).rope_theta, load_config(directory).rotary_dim) == (7.0, 24)
+
+
+def test_names_that_are_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in (str(tmp_path / "gone"), "./gone", "gone", "owner/gone"):
+        with pytest.raises(ModelLoadError, match="director"):
+            checkpoint.find_directory(name)
+    assert checkpoint.find_directory(str(tmp_path)) == tmp_path
+
+
+def test_bfloat16_weights_stay_close(directory):
+    config = load_config(directory)
+    tensors = init_random(config)
+    shutil.rmtree(directory)
+    assert build_model(config, tensors, load_ops("torch"), dtype="bfloat16").weight_bytes > 0
+    assert tensors == {}

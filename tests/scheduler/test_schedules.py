@@ -1,0 +1,59 @@
+"""Random schedules through the real scheduler: O1 for every request, O2 at rest, check() always.
+
+The quick profile runs with the suite. The long one is 10,000 schedules of 60 operations:
+
+    pytest -m long -s tests/scheduler/test_schedules.py
+
+(``HYRADIX_SCHEDULES`` and ``HYRADIX_FIRST_SEED`` change how many and which.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.world import World
+
+QUICK = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@QUICK
+@given(rng=st.randoms(use_true_random=False), num_operations=st.integers(5, 40))
+def test_any_schedule(rng: Random, num_operations: int) -> None:
+    World(rng).walk(num_operations)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_seeded_schedules(first: int) -> None:
+    for seed in range(first, first + 40):
+        try:
+            World(Random(seed)).walk(40)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_ten_thousand_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    count = int(os.environ.get("HYRADIX_SCHEDULES", "10000"))
+    first = int(os.environ.get("HYRADIX_FIRST_SEED", "1000000"))
+    seen: Counter[str] = Counter()
+    failures: list[str] = []
+    for seed in range(first, first + count):
+        world = World(Random(seed))
+        try:
+            world.walk(60)
+        except Exception as error:
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+        seen += world.seen
+    with capsys.disabled():
+        print(f"\n{count} schedules of 60 operations")
+        for name, number in sorted(seen.items()):
+            print(f"  {name:28} {number}")
+    assert not failures, "\n".join(failures[:20])
