@@ -31,7 +31,11 @@ from typing import Any
 import httpx
 from figures import save, spread
 
-WORDS = ["river", "stone", "garden", "window", "paper", "morning", "yellow", "travel", "music", "letter", "quiet", "market", "bread", "winter", "silver", "teacher", "forest", "number", "simple", "answer", "bridge", "animal", "summer", "doctor", "office", "kitchen", "story", "ocean", "planet", "circle", "friend", "engine", "report", "school", "village", "history", "science", "machine", "flower", "cloud"]
+TEXT = (
+    "river stone garden window paper morning yellow travel music letter quiet market bread winter "
+    "silver teacher forest number simple answer bridge animal summer doctor office kitchen story "
+    "ocean planet circle friend engine report school village history science machine flower cloud"
+)
 
 
 @contextlib.contextmanager
@@ -50,6 +54,9 @@ def server(url: str | None) -> Iterator[str]:
             yield line.split()[-1].removesuffix("/v1")
         finally:
             process.terminate()
+
+
+WORDS = TEXT.split()
 
 
 class Asker:
