@@ -26,12 +26,12 @@ def frame(argv: Sequence[str] | None = None) -> dict[str, Any]:
     script, *arguments = sys.argv if argv is None else argv
     path = Path(script).resolve()
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-    shown = [a for a in _without_json(arguments)]
     return {
-        "command": shlex.join(["python", name, *shown]),
+        "command": shlex.join(["python", name, *_without_json(arguments)]),
         "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if _is_changed() else ""),
         "date": datetime.date.today().isoformat(),
         "device": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores, {_memory_gib()} GiB",
+        "load": round(os.getloadavg()[0], 1),
         "software": {"python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "numba", "numpy")},
     }
