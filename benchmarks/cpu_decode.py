@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -26,10 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from benchmarks.figures import save, spread  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from tests.support.player import Player  # noqa: E402
 
-from hyradix.models.loader import init_random, load_config, load_model  # noqa: E402
+from hyradix import LLM, SamplingParams  # noqa: E402
+from hyradix.engine.build import find_model  # noqa: E402
+from hyradix.models.loader import init_random, load_config  # noqa: E402
 
 BATCHES = (1, 8, 32)
 PREFILLS = (512, 2048)
@@ -43,6 +46,8 @@ def make_checkpoint(config: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(raw))
     weights = init_random(load_config(directory), seed=0)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_model("demo") / name, directory / name)
     return directory
 
 
@@ -52,45 +57,39 @@ def prompts(batch: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 class Ours:
-    """Driven through the runner with hand-made batches."""
+    """The offline engine, prefix cache off: every round computes everything."""
 
     name = "hyradix"
 
     def __init__(self, directory: Path, args: argparse.Namespace) -> None:
-        self.model = load_model(directory, dtype=args.dtype, backend=args.backend, max_context=4096)
-        self.threads = args.threads
-        self._player(1).runner.warm_up()
-
-    def _player(self, batch: int) -> Player:
-        return Player(
-            self.model,
-            keep_logits=False,
-            max_requests=batch,
+        self.llm = LLM(
+            str(directory),
+            dtype=args.dtype,
+            use_tqdm=False,
+            prefix_cache=False,
+            num_threads=args.threads,
+            max_requests=max(BATCHES),
             max_context=4096,
-            kv_slots=batch * 4096,
-            states=batch,
-            num_threads=self.threads,
+            kv_slots=max(BATCHES) * 512,
+            states=max(BATCHES),
+            max_prefill_tokens=0,
         )
+
+    def _generate(self, ids: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        start = time.perf_counter()
+        results = self.llm.generate(ids, params, use_tqdm=False)
+        return time.perf_counter() - start, [r.outputs[0].token_ids for r in results]
 
     def decode(self, ids: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
         """Seconds per decode step, and the tokens."""
-        player = self._player(len(ids))
-        rows = [player.add(tokens) for tokens in ids]
-        player.step({row: len(tokens) for row, tokens in zip(rows, ids, strict=True)})
-        work = dict.fromkeys(rows, 1)
-        start = time.perf_counter()
-        for _ in range(new_tokens):
-            player.step(work)
-        spent = (time.perf_counter() - start) / new_tokens
-        return spent, [player.rows[row].tokens[len(ids[0]) :] for row in rows]
+        first, _ = self._generate(ids, 1)
+        whole, tokens = self._generate(ids, new_tokens + 1)
+        return (whole - first) / new_tokens, tokens
 
     def prefill(self, ids: list[int]) -> float:
         """Seconds to the first token."""
-        player = self._player(1)
-        row = player.add(ids)
-        start = time.perf_counter()
-        player.step({row: len(ids)})
-        return time.perf_counter() - start
+        return self._generate([ids], 1)[0]
 
 
 class Theirs:
@@ -127,21 +126,27 @@ class Theirs:
         return self._generate([ids], 1)[0]
 
 
-def measure(engines: list[Any], rounds: int, run: Callable[[Any], float]) -> dict[str, float]:
-    """Median seconds of each engine; rounds interleaved."""
+def measure(engines: list[Any], rounds: int, run: Callable[[Any], float]) -> dict[str, list[float]]:
+    """Seconds of each engine, round by round, interleaved."""
     seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for _ in range(rounds):
         for engine in engines:
             seconds[engine.name].append(run(engine))
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
-def report(label: str, tokens: int, seconds: dict[str, float]) -> None:
-    rates = {name: tokens / value for name, value in seconds.items()}
+def report(label: str, tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Print one row; return it."""
+    rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
     line = "  ".join(f"{name} {rate:8.1f} tok/s" for name, rate in rates.items())
+    row: dict[str, Any] = {
+        name: spread([tokens / value for value in values]) for name, values in seconds.items()
+    }
     if len(rates) == 2:
-        line += f"  ratio {rates[Ours.name] / rates[Theirs.name]:.2f}"
+        row["ratio"] = round(rates[Ours.name] / rates[Theirs.name], 3)
+        line += f"  ratio {row['ratio']:.2f}"
     print(f"{label:14s} {line}", flush=True)
+    return row
 
 
 def main() -> None:
@@ -151,7 +156,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--ours-only", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -162,20 +167,23 @@ def main() -> None:
     if not args.ours_only:
         engines.append(Theirs(directory, args))
     vocab_size = load_config(directory).vocab_size
+    rows: dict[str, Any] = {}
     for batch in BATCHES:
         ids = prompts(batch, PROMPT, vocab_size)
         if len(engines) == 2:
             (_, ours), (_, theirs) = (engine.decode(ids, 8) for engine in engines)
-            if ours != [row[:9] for row in theirs]:
+            if ours != theirs:
                 print("note: greedy tokens differ (random weights give near ties)")
         seconds = measure(
             engines, args.rounds, lambda e, ids=ids: e.decode(ids, args.new_tokens)[0]
         )
-        report(f"decode x{batch}", batch, seconds)
+        rows[f"decode x{batch}"] = report(f"decode x{batch}", batch, seconds)
     for length in PREFILLS:
         ids = prompts(1, length, vocab_size)
         seconds = measure(engines, args.rounds, lambda e, ids=ids: e.prefill(ids[0]))
-        report(f"prefill {length}", length, seconds)
+        rows[f"prefill {length}"] = report(f"prefill {length}", length, seconds)
+    if args.json:
+        save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from hyradix.config import DeviceFacts, Settings, resolve
 from hyradix.engine.build import _info, find_model
 from hyradix.engine.engine import Engine
 from hyradix.models.loader import load_model, model_facts
+from hyradix.runner.background import BackgroundRunner
 from hyradix.runner.runner import ModelRunner
 from hyradix.sampling.sampler import Sampler
 from hyradix.text.tokenizer import Tokenizer
@@ -33,4 +34,5 @@ class DemoEngines:
         sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
         runner = ModelRunner(self.model, config, sampler)
         info = _info(config, self.facts, self.directory, 0.0)
-        return Engine(config, runner, self.tokenizer, info)
+        steps = BackgroundRunner(runner.execute) if config.overlap else runner
+        return Engine(config, steps, self.tokenizer, info)

@@ -20,6 +20,7 @@ from hyradix.engine.messages import EngineInfo
 from hyradix.engine.warmup import run_warmup
 from hyradix.models.checkpoint import find_directory
 from hyradix.models.loader import load_model, model_facts
+from hyradix.runner.background import BackgroundRunner
 from hyradix.runner.runner import ModelRunner
 from hyradix.sampling.sampler import Sampler
 from hyradix.text.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     runner.warm_up()
     on_progress("kernels", 1, 1)
     info = _info(config, facts, directory, time.monotonic() - started)
-    engine = Engine(config, runner, tokenizer, info)
+    steps = BackgroundRunner(runner.execute) if config.overlap else runner
+    engine = Engine(config, steps, tokenizer, info)
     if settings.warmup_prompts_file is not None:
         run_warmup(engine, settings, directory, tokenizer, on_progress)
     return engine

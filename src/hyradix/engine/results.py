@@ -13,6 +13,27 @@ from hyradix.errors import HyradixError, RequestError, RequestFailedError
 from hyradix.request import MissReason
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position: its log probability, its rank (1 = best), its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id -> ``Logprob``: the token that stands there first, then the best alternatives."""
+
+
+def at_position(item: TokenLogprob) -> PositionLogprobs:
+    """The wire form of one position as a mapping."""
+    result = {item.token_id: Logprob(item.logprob, item.rank, item.text)}
+    for rank, (token_id, logprob, text) in enumerate(item.top, start=1):
+        result.setdefault(token_id, Logprob(logprob, rank, text))
+    return result
+
+
 @dataclass(slots=True)
 class Completion:
     """One reply. ``finish_reason``: "stop", "length", "abort"; ``stop_reason``: what stopped it."""
@@ -20,21 +41,25 @@ class Completion:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the sampled tokens' logprobs, where they were asked for."""
-        return None if self.logprobs is None else sum(item.logprob for item in self.logprobs)
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(position[token_id].logprob for token_id, position in pairs)
 
     def extend(self, output: RequestOutput) -> None:
         """Add a delta."""
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += [at_position(item) for item in output.logprobs]
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
             self.stop_reason = output.stop_reason
@@ -48,7 +73,7 @@ class GenerationResult:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     """Entry 0 is None: nothing comes before it."""
     num_cached_tokens: int = 0
     num_kv_tokens: int = 0
@@ -63,7 +88,9 @@ class GenerationResult:
             self.num_kv_tokens = output.num_kv_tokens
             self.miss_reason = output.miss_reason
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
+            self.prompt_logprobs = [
+                None if item is None else at_position(item) for item in output.prompt_logprobs
+            ]
 
 
 def raise_error(output: RequestOutput) -> None:
