@@ -3,10 +3,10 @@
     python benchmarks/no_sharing.py [--rounds 31] [--json benchmarks/results/no_sharing.json]
 
 Two offline engines with the same model and pools, cache on and off, run the same random prompts
-in turn (which of them first alternates), in short runs, so that noise hits both. The pools are small enough that the engine with the cache
-has to evict all the time. Prints tokens per second of both and the median of on / off, by the
-clock and by processor time (which other work on the machine disturbs less); exits with 1 if the
-latter is below --target.
+in turn (which of them first alternates), in short runs, so that noise hits both. The pools are
+small enough that the engine with the cache has to evict all the time. Prints tokens per second of
+both and the median of on / off, by the clock and by processor time (which other work on the
+machine disturbs less); exits with 1 if the latter is below --target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 from figures import save, spread
 
 from hyradix import LLM, SamplingParams
-
 
 WARM_ROUNDS = 6
 """Rounds that are not counted: they fill the pools."""
