@@ -46,7 +46,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _timed(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         start = perf_counter_ns()
         result = method(self, *args, **kwargs)
         self.times.spent[name].append(perf_counter_ns() - start)
