@@ -100,7 +100,9 @@ def match(bench: Bench, tokens: Tokens, repeats: int) -> float:
     data = np.concatenate([tokens, bench.tokens(1)]).tobytes()
     limit = len(tokens)
     assert bench.tree.match_prefix(NAMESPACE, data, limit=limit).num_cached_tokens == limit
-    return median_us(repeats, lambda i: lambda: bench.tree.match_prefix(NAMESPACE, data, limit=limit))
+    return median_us(
+        repeats, lambda i: lambda: bench.tree.match_prefix(NAMESPACE, data, limit=limit)
+    )
 
 
 def insert(bench: Bench, tokens: Tokens, repeats: int, *, from_receipt: bool) -> float:

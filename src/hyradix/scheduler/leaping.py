@@ -4,7 +4,7 @@ Owns: when a leap is exact. A leap of k steps is planned as one batch whose deco
 positions and sample k tokens; slots, evictions and donations come out as k single steps would
 leave them. It is taken only when the last step was decode alone, nothing has arrived, ended or
 been preempted since, no running request ends before the leap does, and the KV slots for all of it
-can be had; otherwise the step is a single one.
+are free; otherwise the step is a single one.
 Does not know: where the tokens come from (a data plane that knows the replies).
 Read next: ``scheduler.py``; who uses it: ``engine/bench_cache.py``.
 """
@@ -57,17 +57,26 @@ class LeapingScheduler(Scheduler):
         return news
 
     def _longest_leap(self) -> int:
-        """Steps until the first running request ends, if there is KV for all of them; else 1."""
+        """Steps until the first running request ends, or fewer: as many as free KV slots allow."""
         if not self._running:
             return 1
         leap = min(s.max_total_tokens - s.num_known_tokens for s in self._running)
-        needed = sum(self._unpromised(state, leap) for state in self._running)
-        return leap if needed <= self.cache.num_kv_obtainable - self.cache.num_reserved else 1
+        while leap > 1 and not self._fits(leap):
+            leap //= 2
+        return leap
 
-    def _unpromised(self, state: RequestState, leap: int) -> int:
-        assert state.holding is not None
-        grown = self._grown(state, state.num_scheduled_tokens + leap) - state.holding.num_slots
-        return max(grown - state.holding.reserved, 0)
+    def _fits(self, leap: int) -> bool:
+        """Whether all can decode ``leap`` tokens without an eviction or a preemption."""
+        allocated = unpromised = 0
+        for state in self._running:
+            assert state.holding is not None
+            end = state.num_scheduled_tokens + leap
+            count = self._grown(state, end) - state.holding.num_slots
+            allocated += count
+            unpromised += max(count - state.holding.reserved, 0)
+        cache = self.cache
+        promised = cache.num_kv_obtainable - cache.num_reserved
+        return allocated <= cache.kv.num_available and unpromised <= promised
 
     def _grown(self, state: RequestState, end: int) -> int:
         """Slots of the row once it has decoded up to ``end``: it grows by runs of slots."""
