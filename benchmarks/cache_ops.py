@@ -2,8 +2,9 @@
 
     python benchmarks/cache_ops.py [--repeats 400] [--no-save]
 
-The other engine: SGLang 0.5.23, its compiled tree core and its Python core, measured on a machine
-of the same kind with a tree of the same size. Written to benchmarks/results/cache_ops.{json,md}.
+The other engine: SGLang 0.5.23, its compiled tree core and its Python core, with a tree of the same
+size; its figures are recorded ones, not measured in this run. Python's garbage collector is off
+while ours are. Written to benchmarks/results/cache_ops.{json,md}.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ def table(figures: dict[str, dict[str, float]]) -> str:
     lines = [
         "# Control-plane time, microseconds (median)",
         "",
-        "Ours / SGLang 0.5.23's compiled tree core / its Python core, on a tree of 10,000 nodes.",
+        "Ours beside SGLang 0.5.23's compiled tree core and its Python core, a tree of 10,000 nodes "
+        "(evict KV: as many as stated). Theirs are recorded figures, not measured in this run.",
         "",
         "| operation | | ours | compiled | Python | ours : compiled |",
         "|---|---|---|---|---|---|",
