@@ -215,8 +215,9 @@ def table(figures: dict[str, dict[str, float]]) -> str:
     lines = [
         "# Control-plane time, microseconds (median)",
         "",
-        "Ours beside SGLang 0.5.23's compiled tree core and its Python core, a tree of 10,000 nodes "
-        "(evict KV: as many as stated). Theirs are recorded figures, not measured in this run.",
+        "Ours beside SGLang 0.5.23's compiled tree core and its Python core, a tree of 10,000 "
+        "nodes (evict KV: as many as stated). Theirs are recorded figures, not measured in this "
+        "run.",
         "",
         "| operation | | ours | compiled | Python | ours : compiled |",
         "|---|---|---|---|---|---|",
