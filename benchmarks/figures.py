@@ -21,9 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def frame(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Where, when and by which command a figure was measured."""
-    script, *arguments = sys.argv if argv is None else argv
+def frame() -> dict[str, Any]:
+    """Where, when and by which command a figure is measured."""
+    script, *arguments = sys.argv
     path = Path(script).resolve()
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     return {
@@ -40,7 +40,7 @@ def frame(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def save(path: Path, results: dict[str, Any]) -> None:
     """Write ``results`` in its frame."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(frame() | {"results": results}, indent=1) + "\n")
+    path.write_text(json.dumps(FRAME | {"results": results}, indent=1) + "\n")
     print(f"written: {path}")
 
 
@@ -95,3 +95,7 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "none"
+
+
+FRAME = frame()
+"""Taken when a run begins: the repository may move on meanwhile."""
