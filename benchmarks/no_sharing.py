@@ -23,7 +23,6 @@ from figures import save, spread
 
 from hyradix import LLM, SamplingParams
 
-
 WARM_ROUNDS = 6
 """Rounds that are not counted: they fill the pools."""
 
