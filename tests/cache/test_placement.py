@@ -24,7 +24,7 @@ def turns(*positions: int) -> tuple[Boundary, ...]:
     return tuple(Boundary(p, BoundaryKind.TURN) for p in positions)
 
 
-@pytest.mark.parametrize("n", [2, 3, 33, 1000])
+@pytest.mark.parametrize("n", [2, 3, 33, 512])
 def test_the_prompts_end_is_always_there_and_urgent(n: int) -> None:
     assert plan(n) == [Candidate(n - 1, CheckpointKind.PROMPT_END, True)]
 
@@ -69,6 +69,40 @@ def test_the_cap_keeps_the_best_kinds_and_the_prompts_end(cap: int) -> None:
     assert len(result) == cap
     assert result[-1].position == 499
     assert cap == 1 or result[0].position == 60
+
+
+def test_a_boundary_whose_kv_is_there_is_not_worth_an_eviction_again() -> None:
+    result = plan(400, cached=40, kv=200, boundaries=turns(100, 200, 300))
+    assert [(c.position, c.is_urgent) for c in result] == [
+        (100, False),
+        (200, True),
+        (300, True),
+        (399, True),
+    ]
+    assert result[1].kind is CheckpointKind.BRANCH
+
+
+def test_a_long_stretch_gets_a_ladder_in_spare_slots() -> None:
+    result = plan(3001, cached=100, kv=200, boundaries=turns(500))
+    rungs = [c for c in result if c.kind is CheckpointKind.LADDER]
+    assert [c.position for c in rungs] == [
+        *(952, 1012, 1524, 1976, 2488, 2548),
+        *(2616, 2744, 2872),
+    ]
+    assert not any(c.is_urgent for c in rungs)
+    assert [c.position for c in result if c not in rungs] == [200, 500, 3000]
+
+
+@pytest.mark.parametrize("n", [512, 513, 514, 700, 5000, 60_000])
+@pytest.mark.parametrize("cap", [1, 3, 16])
+def test_a_ladder_yields_to_every_other_kind(n: int, cap: int) -> None:
+    marks = turns(40, 80)
+    result = plan(n, boundaries=marks, max_checkpoints=cap)
+    kept = [c.position for c in result if c.kind is not CheckpointKind.LADDER]
+    assert kept == [40, 80, n - 1][3 - min(cap, 3) :]
+    assert len(result) <= cap
+    is_long = n - 1 - 80 >= 512
+    assert any(c.kind is CheckpointKind.LADDER for c in result) == (is_long and cap > 3)
 
 
 @given(

@@ -7,7 +7,7 @@ Read next: ``tree.py``.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from hyradix.request import MissReason, Namespace
 
@@ -20,19 +20,36 @@ class Fates:
     def __init__(self, capacity: int = 16_384) -> None:
         self._capacity = capacity
         self._entries: OrderedDict[Key, MissReason] = OrderedDict()
+        self._at_depth: Counter[int] = Counter()
 
     def note(self, namespace: Namespace, depth: int, digest: int, reason: MissReason) -> None:
         """Remember why there is no state at this point."""
         key = (namespace, depth, digest)
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        else:
+            self._at_depth[depth] += 1
         self._entries[key] = reason
-        self._entries.move_to_end(key)
         if len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
+            self._drop(next(iter(self._entries)))
 
     def forget(self, namespace: Namespace, depth: int, digest: int) -> None:
         """There is a state there now."""
-        self._entries.pop((namespace, depth, digest), None)
+        key = (namespace, depth, digest)
+        if key in self._entries:
+            self._drop(key)
+
+    def has_any(self, depth: int) -> bool:
+        """Whether anything is remembered at ``depth`` (if not, no digest is worth computing)."""
+        return depth in self._at_depth
 
     def reason(self, namespace: Namespace, depth: int, digest: int) -> MissReason | None:
         """Why there is none, if it is remembered."""
         return self._entries.get((namespace, depth, digest))
+
+    def _drop(self, key: Key) -> None:
+        del self._entries[key]
+        depth = key[1]
+        self._at_depth[depth] -= 1
+        if not self._at_depth[depth]:
+            del self._at_depth[depth]

@@ -14,7 +14,10 @@ from typing import Protocol
 
 from hyradix.cache.node import Node
 
-Priority = tuple[int, int]
+Priority = int
+"""Least goes first. One integer: heaps compare it at memory speed."""
+
+_WITH_STATE = 1 << 60
 
 
 class EvictionPolicy(Protocol):
@@ -75,14 +78,14 @@ class _LazyHeap:
 def _state_priority(node: Node) -> Priority | None:
     if node.state is None or node.state_lock or node.parent is None:
         return None
-    return (0, node.state_last_use)
+    return node.state_last_use
 
 
 def _kv_priority(node: Node) -> Priority | None:
     """Stateless leaves first: they save nobody any compute."""
     if node.parent is None or node.children or node.kv_lock:
         return None
-    return (0 if node.state is None else 1, node.last_use)
+    return node.last_use if node.state is None else node.last_use + _WITH_STATE
 
 
 class LRUPolicy:

@@ -371,7 +371,7 @@ class PrefixCache:
         start = receipt.kv_node if receipt.kv_node.depth <= depth else None
         result = self.tree.insert(
             holding.namespace,
-            tokens[: depth * TOKEN_BYTES],
+            tokens,
             self.table.kv_slots[holding.row, :depth],
             state,
             protected_len=holding.protected_len,

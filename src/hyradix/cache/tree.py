@@ -67,9 +67,7 @@ class RadixTree:
         """The deepest KV and the deepest state for ``tokens[:limit]``. Changes nothing."""
         root = self._roots.get(namespace)
         if root is None:
-            reason = self.fates.reason(
-                namespace, limit, _digest(new_hasher(namespace), tokens, limit)
-            )
+            reason = self._fate_below(namespace, None, tokens, limit)
             return Match(namespace, self.version, reason=reason or MissReason.COLD)
         node, offset, state_node, parts = self._walk(root, tokens, limit * TOKEN_BYTES)
         depth = node.depth - node.num_tokens + offset
@@ -114,26 +112,38 @@ class RadixTree:
         depth = node.depth - node.num_tokens + offset
         if limit == 0 and tokens[:TOKEN_BYTES] in node.children:
             return MissReason.BEYOND_LAST
+        whole = offset == node.num_tokens
+        above: Node | None = node if whole else node.parent
         if depth == cached:
             if depth < limit:
-                hasher = new_hasher(namespace)
-                reason = self.fates.reason(namespace, limit, _digest(hasher, tokens, limit))
+                reason = self._fate_below(namespace, above, tokens, limit)
                 if reason is not None:
                     return reason
             return MissReason.NONE if depth else MissReason.COLD
-        whole = offset == node.num_tokens
         if not whole:
-            digest = _digest(new_hasher(namespace), tokens, depth)
-            reason = self.fates.reason(namespace, depth, digest)
+            reason = self._fate_below(namespace, above, tokens, depth)
             if reason is not None:
                 return reason
-        at: Node | None = node if whole else node.parent
-        while at is not None and at.depth > cached:
-            reason = self.fates.reason(namespace, at.depth, at.digest)
+        while above is not None and above.depth > cached:
+            reason = self.fates.reason(namespace, above.depth, above.digest)
             if reason is not None:
                 return reason
-            at = at.parent
+            above = above.parent
         return MissReason.BEYOND_LAST if depth == limit else MissReason.NEVER_PLACED
+
+    def _fate_below(
+        self, namespace: Namespace, above: Node | None, tokens: bytes, depth: int
+    ) -> MissReason | None:
+        """What is remembered of ``tokens[:depth]``, which goes on from the node ``above``.
+
+        Cost: nothing is hashed unless something is remembered at that depth.
+        """
+        if not self.fates.has_any(depth):
+            return None
+        hasher = new_hasher(namespace) if above is None else above.hasher.copy()
+        start = 0 if above is None else above.depth
+        hasher.update(tokens[start * TOKEN_BYTES : depth * TOKEN_BYTES])
+        return self.fates.reason(namespace, depth, int(hasher.intdigest()))
 
     # ---- locks ----------------------------------------------------------------------------------
 
@@ -221,47 +231,47 @@ class RadixTree:
         protected_len: int,
         start: Node | None = None,
     ) -> InsertResult:
-        """Learn ``tokens[:d]`` with its KV, and the state at d if given.
+        """Learn ``tokens[:d]`` with its KV (d = len(kv_slots)), and the state at d if given.
 
         Where the tree already holds tokens past ``protected_len``, the caller's slots there are
         returned as duplicates and the tree's as replacements; a slot that is the tree's is never
         returned. ``start``: a node known to be on the path (a receipt's), to walk from.
             caller  |--protected--|--held by the tree: duplicates--|--new: the tree takes them--|
+        Cost: two memory compares a node of the walk.
         """
-        assert len(tokens) == TOKEN_BYTES * len(kv_slots)
+        assert len(tokens) >= TOKEN_BYTES * len(kv_slots)
         node = start if start is not None else self._root(namespace)
-        end, pos = len(kv_slots), node.depth
+        begin = pos = node.depth * TOKEN_BYTES
+        end = len(kv_slots) * TOKEN_BYTES
         assert pos <= end
+        mine = kv_slots[node.depth :].tobytes()
         replaced: list[tuple[int, Int32Array]] = []
-        duplicates: list[Int32Array] = []
         while pos < end:
-            child = node.children.get(tokens[pos * TOKEN_BYTES : (pos + 1) * TOKEN_BYTES])
+            child = node.children.get(tokens[pos : pos + TOKEN_BYTES])
             if child is None:
-                node = self._append(node, tokens[pos * TOKEN_BYTES :], kv_slots[pos:])
+                node = self._append(node, tokens[pos:end], kv_slots[pos // TOKEN_BYTES :])
                 break
-            stop = min(pos + child.num_tokens, end)
-            same = common_prefix(child.key, tokens[pos * TOKEN_BYTES : stop * TOKEN_BYTES])
-            if same < child.num_tokens:
-                child = self._split(child, same)
-            mine = kv_slots[pos : pos + same]
-            differs = mine != child.kv_slots
-            if differs.any():
-                assert pos + int(np.argmax(differs)) >= protected_len, "a protected slot differs"
-                duplicates.append(mine[differs])
-                replaced.append((pos, child.kv_slots))
-            node, pos = child, pos + same
+            stop = pos + len(child.key)
+            if stop > end or tokens[pos:stop] != child.key:
+                same = common_prefix(child.key, tokens[pos : min(stop, end)])
+                if same < child.num_tokens:
+                    child = self._split(child, same)
+                stop = pos + len(child.key)
+            if mine[pos - begin : stop - begin] != child.kv_slots.tobytes():
+                replaced.append((pos // TOKEN_BYTES, child.kv_slots))
+            node, pos = child, stop
         is_kept = state is not None and self._attach(namespace, node, state)
         return InsertResult(
             node=node,
             replaced=tuple(replaced),
-            duplicates=np.concatenate(duplicates) if duplicates else EMPTY_SLOTS,
+            duplicates=_duplicates(kv_slots, replaced, protected_len),
             is_state_kept=is_kept,
         )
 
     def _append(self, parent: Node, key: bytes, kv_slots: Int32Array) -> Node:
         hasher = parent.hasher.copy()
         hasher.update(key)
-        node = Node(self._new_id(), parent, bytes(key), kv_slots.copy(), hasher)
+        node = Node(self._new_id(), parent, key, kv_slots.copy(), hasher)
         node.last_use = self._tick()
         parent.children[node.key[:TOKEN_BYTES]] = node
         self.num_tokens += node.num_tokens
@@ -428,6 +438,16 @@ class RadixTree:
             stack.extend(node.children.values())
 
 
-def _digest(hasher: object, tokens: bytes, depth: int) -> int:
-    hasher.update(tokens[: depth * TOKEN_BYTES])  # type: ignore[attr-defined]
-    return int(hasher.intdigest())  # type: ignore[attr-defined]
+def _duplicates(
+    mine: Int32Array, replaced: list[tuple[int, Int32Array]], protected_len: int
+) -> Int32Array:
+    """The caller's slots where the tree has others."""
+    if not replaced:
+        return EMPTY_SLOTS
+    parts = []
+    for start, slots in replaced:
+        part = mine[start : start + len(slots)]
+        differs = part != slots
+        assert start + int(np.argmax(differs)) >= protected_len, "a protected slot differs"
+        parts.append(part[differs])
+    return np.concatenate(parts)

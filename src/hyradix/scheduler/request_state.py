@@ -38,6 +38,7 @@ class TokenBuffer:
     """A growing little-endian int32 buffer: what keys, digests and token updates are cut from."""
 
     def __init__(self, tokens: bytes) -> None:
+        self._whole: bytes | None = tokens
         self._buffer = bytearray(tokens)
 
     def __len__(self) -> int:
@@ -46,14 +47,17 @@ class TokenBuffer:
     def append(self, token_ids: Sequence[int]) -> None:
         """Add sampled tokens."""
         self._buffer += np.asarray(token_ids, dtype="<i4").tobytes()
+        self._whole = None
 
     def to_bytes(self) -> bytes:
-        """All tokens (a copy)."""
-        return bytes(self._buffer)
+        """All tokens. Copied once after each ``append``, then shared."""
+        if self._whole is None:
+            self._whole = bytes(self._buffer)
+        return self._whole
 
     def array(self) -> Int32Array:
-        """All tokens as ``int32[n]`` (a copy)."""
-        return np.frombuffer(bytes(self._buffer), dtype="<i4").astype(np.int32, copy=False)
+        """All tokens as a read-only ``int32[n]``."""
+        return np.frombuffer(self.to_bytes(), dtype="<i4")
 
 
 @dataclass(slots=True, eq=False)

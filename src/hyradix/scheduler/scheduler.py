@@ -100,9 +100,11 @@ class SchedulerCounters:
 class Scheduler:
     """See the module's docstring."""
 
-    def __init__(self, config: EngineConfig, sink: TokenSink) -> None:
+    def __init__(
+        self, config: EngineConfig, sink: TokenSink, *, cache: PrefixCache | None = None
+    ) -> None:
         self.config = config
-        self.cache = PrefixCache(config)
+        self.cache = cache if cache is not None else PrefixCache(config)
         self.counters = SchedulerCounters()
         self.miss_reasons: Counter[str] = Counter()
         self.finish_reasons: Counter[str] = Counter()
@@ -310,7 +312,7 @@ class Scheduler:
             row=holding.row,
             start=start,
             num_tokens=count,
-            samples=start + count == state.num_known_tokens,
+            samples=start + count >= state.num_known_tokens,
             is_prefill=start < state.prefill_end,
         )
         update = self.cache.extend(holding, max(planned.end, num_slots))

@@ -3,7 +3,7 @@
 Owns: commands and their options. Does not know: how any of it is done.
 Invariants: errors of the user are one line on stderr and exit code 2; ``--help`` and ``serve``
 never load torch in this process (the engine has its own; see ``offline_llm``).
-Read next: ``options.py``, ``launch.py``, ``terminal.py``.
+Read next: ``options.py``, ``launch.py``, ``terminal.py``, ``bench.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hyradix
 from hyradix.config import Settings
 from hyradix.errors import HyradixError
 from hyradix.request import SamplingParams
+from hyradix.server import bench
 from hyradix.server.launch import EXIT_KILLED, EXIT_USAGE, ServeOptions, run_server
 from hyradix.server.options import with_settings
 from hyradix.server.terminal import HttpBackend, OfflineBackend, chat_loop, print_stream
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve hybrid language models with one prefix cache for attention and recurrent state.",
 )
+app.add_typer(bench.app)
 
 MaxTokens = Annotated[int, typer.Option(help="Longest reply, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.")]
