@@ -17,7 +17,7 @@ from hyradix.config import EngineConfig, ModelFacts, Settings, check_settings, r
 from hyradix.engine.device import device_facts
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import EngineInfo
-from hyradix.engine.warmup import run_warmup
+from hyradix.engine.warmup import read_prompts, run_warmup
 from hyradix.models.checkpoint import find_directory
 from hyradix.models.loader import load_model, model_facts
 from hyradix.runner.background import BackgroundRunner
@@ -42,6 +42,7 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     """Load everything; returns when the first request could run. Raises ``HyradixError``."""
     started = time.monotonic()
     check_settings(settings)
+    prompts = read_prompts(settings)
     directory = find_model(settings.model, on_progress)
     device = device_facts("cpu" if settings.device == "auto" else settings.device)
     tokenizer = Tokenizer.from_dir(directory)
@@ -58,8 +59,8 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     info = _info(config, facts, directory, time.monotonic() - started)
     steps = BackgroundRunner(runner.execute) if config.overlap else runner
     engine = Engine(config, steps, tokenizer, info)
-    if settings.warmup_prompts_file is not None:
-        run_warmup(engine, settings, directory, tokenizer, on_progress)
+    if prompts:
+        run_warmup(engine, prompts, settings, directory, tokenizer, on_progress)
     return engine
 
 

@@ -81,14 +81,18 @@ class Engine:
     # ---- the loop -------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns what it brought (and what aborts left behind)."""
+        """Run one step; returns what it brought (and what aborts left behind).
+
+        With overlap the newest step stays in flight while the one before it is committed.
+        """
         outputs, self._outbox = self._outbox, []
         batch = self.scheduler.schedule()
         if batch is not None:
             self._runner.submit(batch)
-            outputs += [
-                self._render(news) for news in self.scheduler.commit(self._runner.collect())
-            ]
+        may_run_on = 1 if self._config.overlap and batch is not None else 0
+        if self.scheduler.num_in_flight > may_run_on:
+            news = self.scheduler.commit(self._runner.collect())
+            outputs += [self._render(item) for item in news]
         if self._config.check_invariants:
             check(self.scheduler.cache)
         return outputs

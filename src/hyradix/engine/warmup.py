@@ -23,15 +23,14 @@ from hyradix.text.tokenizer import Tokenizer
 
 def run_warmup(
     engine: Engine,
+    prompts: list[Any],
     settings: Settings,
     directory: Path,
     tokenizer: Tokenizer,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Run every prompt of ``settings.warmup_prompts_file``. Raises ``ConfigError``."""
-    assert settings.warmup_prompts_file is not None
-    path = Path(settings.warmup_prompts_file)
-    prompts = _read(path)
+    """Run every prompt of ``read_prompts``. Raises ``ConfigError``."""
+    path = settings.warmup_prompts_file
     template = ChatTemplate.from_dir(directory, tokenizer)
     for number, prompt in enumerate(prompts):
         on_progress("warm-up prompts", number, len(prompts))
@@ -55,7 +54,11 @@ def run_warmup(
     on_progress("warm-up prompts", len(prompts), len(prompts))
 
 
-def _read(path: Path) -> list[Any]:
+def read_prompts(settings: Settings) -> list[Any]:
+    """The warm-up prompts, [] without a file. Raises ``ConfigError``; loads nothing else."""
+    if settings.warmup_prompts_file is None:
+        return []
+    path = Path(settings.warmup_prompts_file)
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from hyradix.engine.messages import EngineInfo, EngineStats, PoolStats
+from hyradix.request import MissReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -114,8 +115,12 @@ def _stats_families(stats: EngineStats) -> Iterable[Metric]:
     yield from _pool_families("state_slots", "State", stats.state)
     for field, (name, help_) in _ENGINE_COUNTERS.items():
         yield CounterMetricFamily(f"hyradix_{name}", help_, value=getattr(stats, field))
-    yield _counter_by("cache_misses", "Misses by reason.", "reason", stats.miss_reasons)
+    yield _counter_by("cache_misses", "Misses by reason.", "reason", _without_hits(stats))
     yield _counter_by("requests_finished", "Ends by reason.", "reason", stats.finish_reasons)
+
+
+def _without_hits(stats: EngineStats) -> dict[str, int]:
+    return {k: v for k, v in stats.miss_reasons.items() if k != MissReason.NONE}
 
 
 def _pool_families(name: str, title: str, pool: PoolStats) -> Iterable[Metric]:

@@ -109,6 +109,8 @@ class HttpBackend:
         self._sampling = sampling
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
         base = url.rstrip("/").removesuffix("/v1")
+        if "://" not in base:
+            base = f"http://{base}"
         self._client = httpx.Client(
             base_url=base, headers=headers, timeout=TIMEOUT, transport=transport
         )
