@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hyradix.state_bytes import MODES, RecurrentShape, SpecShape, buffers, spec_bytes
+from hyradix.kernels.memory import physical_bytes
+from hyradix.state_bytes import MODES, RecurrentShape, SpecShape, buffers, conv_bytes, spec_bytes
 
 GIB = 1 << 30
 SMALL = RecurrentShape(
@@ -45,8 +46,7 @@ def test_computed_equals_allocated(mode, has_channel_decay, is_chain, hidden_siz
     model = replace(SMALL, has_channel_decay=has_channel_decay, hidden_size=hidden_size)
     spec = SpecShape(num_requests=2, num_nodes=8, num_log_rows=6, max_accepted=4, is_chain=is_chain)
     tensors = allocated(mode, model, spec, "cpu")
-    total = sum(x.untyped_storage().nbytes() for x in tensors.values())
-    assert total == spec_bytes(mode, model, spec).peak
+    assert physical_bytes(*tensors.values()) == spec_bytes(mode, model, spec).peak
     assert (
         tensors["conv"].shape[-1]
         == {
@@ -58,13 +58,18 @@ def test_computed_equals_allocated(mode, has_channel_decay, is_chain, hidden_siz
             ("log", False): 3 + 6 + 8,
         }[mode, is_chain]
     )
+    assert tensors["conv"].nbytes == conv_bytes(
+        model,
+        spec if mode == "log" else replace(spec, num_log_rows=0),
+        sliding=mode == "snapshot" and is_chain,
+    )
     assert ("hidden" in tensors) == bool(hidden_size)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_full_size_on_the_meta_device(mode):
     tensors = allocated(mode, LARGE, DRAFTS, "meta")
-    assert sum(x.nbytes for x in tensors.values()) == spec_bytes(mode, LARGE, DRAFTS).peak
+    assert physical_bytes(*tensors.values()) == spec_bytes(mode, LARGE, DRAFTS).peak
 
 
 def test_the_ratios_that_the_modes_are_for():

@@ -169,6 +169,15 @@ def conv_columns(num_nodes: int, width: int, *, num_log_rows: int = 0, sliding: 
     return num_nodes + width - 2 if sliding else width - 1 + num_log_rows + num_nodes
 
 
+def conv_bytes(model: RecurrentShape, spec: SpecShape, *, sliding: bool) -> int:
+    """Bytes of the columns of all layers and requests in either layout, the sink's included."""
+    columns = conv_columns(
+        spec.num_nodes, model.conv_width, num_log_rows=spec.num_log_rows, sliding=sliding
+    )
+    rows = model.num_layers * (spec.num_requests + 1)
+    return rows * model.conv_channels * columns * model.conv_bytes
+
+
 def _conv(
     mode: SpecStateMode, model: RecurrentShape, spec: SpecShape, rows: int, held: int
 ) -> Buffer:

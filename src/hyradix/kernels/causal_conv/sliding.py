@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hyradix.kernels.read_only import ReadOnly
+from hyradix.kernels.memory import ReadOnly
 from hyradix.kernels.tree_recurrence.topology import check_chain
 
 

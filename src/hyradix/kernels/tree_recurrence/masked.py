@@ -8,7 +8,8 @@ proper ancestors j, and r_i = beta_i (v_i - (D(G_i) S_0)^T k_i - what the log ro
 
 Invariants:
 - Ratios e^(G_i - G_j) only, the mask put in before the exponential: no factor exceeds 1.
-- G is summed in float64: differences of large sums in float32 lose the digits that are needed.
+- G is summed in float64: differences of large float32 sums lose the digits that are needed (g to
+  -20 over 79 tokens: relative error 2e-5 where float64 sums give 2e-7).
 - A node is solved once, in the sweep of its depth, from ancestors that are final; until then its u
   is 0. (Sweeping all nodes every time gives the same u, but its unfinished values can overflow.)
 Source: DESIGN section 6.1; WY form: Yang et al., "Gated Delta Networks", section 3.3.
@@ -106,9 +107,9 @@ def _products(
 def _solve(system: torch.Tensor, right: torch.Tensor, tree: Tree) -> torch.Tensor:
     """u of (I + A) u = right, A = ``system`` below the diagonal: one sweep per depth.
 
-    system: ``[N, Hv, T, T]``, zero outside the ancestors, its diagonal not used.
+    system: ``[N, Hv, T, T]``, zero outside the ancestors. Its diagonal, which is not A's, meets a u
+    that is still 0.
     """
-    system = system.tril(-1)
     depths = tree.depths[:, None, :, None]
     u = right.masked_fill(depths > 0, 0)
     for depth in range(1, tree.max_depth + 1):

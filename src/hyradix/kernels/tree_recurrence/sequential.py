@@ -41,9 +41,8 @@ def verify(
     requests = torch.arange(num_requests, device=q.device)
     outputs, us = [], []
     for node in range(num_nodes):
-        parent = tree.parents[:, node]
-        is_inner = (parent >= 0).view(-1, 1, 1, 1)
-        before = torch.where(is_inner, buffer[requests, parent.clamp(min=0)], start)
+        parent = tree.parents[:, node].clamp(min=0)  # padding goes on from the root
+        before = start if node == 0 else buffer[requests, parent]
         u, state = _update_at(rule, before, inputs, node)
         buffer[:num_requests, node] = state
         outputs.append(read(state, q[:, node]))
@@ -70,11 +69,10 @@ def replay_(
             also written to that slot (a track boundary); 0 tokens: nothing is saved.
     """
     is_held = torch.arange(held.v.shape[1], device=counts.device) < counts.unsqueeze(1)
-    held = held.where(is_held)
+    held = held.where(is_held)  # zeros move no state
     state = pool.index_select(0, slots)
     for token in range(held.v.shape[1]):
-        _, moved = _update_at(rule, state, held, token)
-        state = torch.where(is_held[:, token].view(-1, 1, 1, 1), moved, state)
+        _, state = _update_at(rule, state, held, token)
         if save_counts is not None and save_slots is not None:
             is_due = save_counts == token + 1
             pool[save_slots[is_due]] = state[is_due]

@@ -1,6 +1,7 @@
-"""A view that may be read like any tensor and never written: lent memory, overlapping windows.
+"""Memory seen from several sides: views that are never written, bytes that are counted once.
 
-Owns: ``ReadOnly``. Does not know: whose memory it is.
+Owns: ``ReadOnly`` (lent memory, overlapping windows) and ``physical_bytes``.
+Does not know: whose memory it is.
 Invariant: a view taken from a ``ReadOnly`` is one too; whatever is computed from it is plain.
 Read next: ``causal_conv/sliding.py``.
 """
@@ -33,6 +34,9 @@ class ReadOnly(torch.Tensor):
         view.elem = elem
         return view
 
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("this memory is read-only: it is not handed to other libraries")
+
     # torch's own repr needs tolist(), which subclasses lack; its stub cannot be matched
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReadOnly({self.elem!r})"
@@ -62,3 +66,9 @@ def _has_read_only(given: Any) -> bool:
 
 def _plain(x: Any) -> Any:
     return x.elem if isinstance(x, ReadOnly) else x
+
+
+def physical_bytes(*tensors: torch.Tensor) -> int:
+    """Bytes of the storages behind ``tensors``, each once however many views there are."""
+    storages = [_plain(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
