@@ -14,6 +14,7 @@ CONTROL_PLANE = [
     "hyradix.errors",
     "hyradix.config",
     "hyradix.request",
+    "hyradix.state_bytes",
     "hyradix.cache.prefix_cache",
     "hyradix.cache.invariants",
     "hyradix.scheduler.scheduler",
