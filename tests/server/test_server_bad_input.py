@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.fake_client import Api, chat_body
-from tests.support.fake_text import VOCAB_SIZE
+from tests.support.fake_text import VOCAB_SIZE, FakeTokenizer
 
 from hyradix.config import Settings
 
@@ -227,3 +227,26 @@ def test_cors() -> None:
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == origin
     assert "access-control-allow-origin" not in Api().get("/health", headers=headers).headers
+
+
+def test_hopelessly_long_texts_are_refused_before_they_are_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    api = Api()
+
+    def never(self: object, text: str, *, add_special_tokens: bool = True) -> None:
+        raise AssertionError("tokenized all the same")
+
+    monkeypatch.setattr(FakeTokenizer, "encode", never)
+    text = "a" * (4 * 8192)
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        response = api.post(path, body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "32768 characters" in error["message"]
+        assert "8192 tokens" in error["message"]
+    assert api.post("/tokenize", {"prompt": "a" * ((1 << 22) + 1)}).status_code == 400

@@ -20,6 +20,7 @@ class FakeTokenizer:
     """Token ids are UTF-8 bytes; 256 is the end of a sequence."""
 
     vocab_size = VOCAB_SIZE
+    longest_token = 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)

@@ -34,6 +34,10 @@ from hyradix.server.metrics import ServerMetrics
 T = TypeVar("T")
 
 OFF_LOOP_CHARACTERS = 1 << 16
+NORMALISATION_SLACK = 4
+"""A tokenizer's normalisation may shorten a text; by no more than this."""
+MAX_TOKENIZE_CHARACTERS = 1 << 22
+"""What /tokenize takes at once."""
 """Text longer than this is tokenised in a thread, so that other streams go on meanwhile."""
 MAX_FAN_OUT = 1024
 """Choices of one HTTP request (prompts times n)."""
@@ -44,6 +48,8 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def longest_token(self) -> int: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array: ...
     def decode(
         self, ids: Sequence[int] | Int32Array, *, skip_special_tokens: bool = True
@@ -151,11 +157,18 @@ class Frontend:
 
     async def prompt_of_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
         """Tokenise. Raises ``InvalidParameterError`` for an empty prompt."""
+        self._refuse_hopeless(len(text), "prompt")
         token_ids = await self._encode(text, add_special_tokens)
         return self._checked(Prompt(token_ids, text=text), "prompt")
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of any text, also an empty or a very long one."""
+        """The token ids of any text, also an empty one or one past the context."""
+        if len(text) > MAX_TOKENIZE_CHARACTERS:
+            raise InvalidParameterError(
+                f"prompt has {len(text)} characters; at most {MAX_TOKENIZE_CHARACTERS} are "
+                "tokenized at once",
+                param="prompt",
+            )
         token_ids: list[int] = (await self._encode(text, add_special_tokens)).tolist()
         return token_ids
 
@@ -201,6 +214,8 @@ class Frontend:
         if not messages:
             raise InvalidParameterError("messages must not be empty", param="messages")
         size = sum(_num_characters(message.get("content")) for message in messages)
+        if is_limited:
+            self._refuse_hopeless(size, "messages")
         rendered = await _off_loop(
             size,
             partial(
@@ -214,6 +229,18 @@ class Frontend:
         token_ids = np.asarray(rendered.token_ids, dtype=np.int32)
         prompt = Prompt(token_ids, tuple(rendered.boundaries), rendered.text)
         return self._checked(prompt, "messages") if is_limited else prompt
+
+    def _refuse_hopeless(self, num_characters: int, param: str) -> None:
+        """Raise for a text that is too long whatever its tokens are: tokenising it costs memory
+        (hundreds of bytes a token)."""
+        at_least = num_characters // (NORMALISATION_SLACK * self.tokenizer.longest_token)
+        limit = self.info.max_context
+        if at_least >= limit:
+            raise ContextLengthError(
+                f"the prompt has {num_characters} characters, which is at least {at_least} tokens; "
+                f"this model's limit is {limit} tokens for prompt and reply together",
+                param=param,
+            )
 
     def _checked(self, prompt: Prompt, param: str) -> Prompt:
         length, limit = len(prompt.token_ids), self.info.max_context

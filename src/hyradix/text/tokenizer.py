@@ -71,6 +71,10 @@ class Tokenizer:
         self.is_byte_level = is_byte_level(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens that have a text; a model's logits may be padded beyond it."""
+        self.longest_token: int = max(
+            map(len, backend.get_vocab(with_added_tokens=True)), default=1
+        )
+        """Characters that one token can stand for at most (before normalisation)."""
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
