@@ -14,8 +14,9 @@ import numpy as np
 from hyradix.cache.invariants import check, check_idle
 from hyradix.config import DeviceFacts, EngineConfig, ModelFacts, Settings, resolve
 from hyradix.request import Boundary, FinishReason, Namespace, Request, SamplingParams
+from hyradix.scheduler.progress import Progress
 from hyradix.scheduler.request_state import RequestState
-from hyradix.scheduler.scheduler import Progress, Scheduler
+from hyradix.scheduler.scheduler import Scheduler
 from tests.support.fake_runner import FakeRunner, reference_output
 
 VOCAB = 50_000

@@ -1,8 +1,9 @@
 """The cache as the scheduler sees it: pools, tree and request table moved together.
 
-Owns: every transition of slots between free, rows and tree. Does not know: the queue, batches,
-sampling. What the data plane has to do about a decision is returned (``StateOp``, ``RowUpdate``,
-``StateSave``), never done here.
+Owns: every transition of slots between free, rows and tree: one file, so that whoever looks for
+the line that moved a slot finds it here (the reason for its length). Does not know: the queue,
+batches, sampling. What the data plane has to do about a decision is returned (``StateOp``,
+``RowUpdate``, ``StateSave``), never done here.
 
 Invariants (``invariants.check`` proves them): for each pool free + owned by rows + owned by the
 tree = total; promised KV slots never exceed what is free or evictable; optional checkpoints never

@@ -23,8 +23,9 @@ from hyradix.engine.messages import (
 from hyradix.engine.statistics import collect_stats, view_cache
 from hyradix.errors import HyradixError, RequestFailedError
 from hyradix.request import FinishReason, PromptLogprobs, Request, Runner, TokenLogprobs
+from hyradix.scheduler.progress import Progress
 from hyradix.scheduler.request_state import RequestState
-from hyradix.scheduler.scheduler import Progress, Scheduler
+from hyradix.scheduler.scheduler import Scheduler
 from hyradix.text.output_stream import OutputStream
 from hyradix.text.tokenizer import Tokenizer
 

@@ -15,8 +15,9 @@ from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.config import EngineConfig
 from hyradix.request import Request, ScheduledBatch, StepOutput
 from hyradix.scheduler.batch_builder import BatchBuilder
+from hyradix.scheduler.progress import Progress, TokenSink
 from hyradix.scheduler.request_state import RequestState
-from hyradix.scheduler.scheduler import DECODE_SLOTS, Progress, Scheduler, TokenSink
+from hyradix.scheduler.scheduler import DECODE_SLOTS, Scheduler
 
 
 class LeapingScheduler(Scheduler):

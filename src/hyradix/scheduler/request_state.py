@@ -135,6 +135,26 @@ class RequestState:
             return 0
         return len(self.tokens) - 1
 
+    def cut(
+        self, sampled: list[int], eos: frozenset[int]
+    ) -> tuple[list[int], FinishReason | None, int | None]:
+        """Where end-of-sequence, a stop token or the length limit ends ``sampled``.
+
+        Returns the tokens up to there, why they end the request (None: they do not) and the stop
+        token, if it was one.
+        """
+        sampling = self.request.sampling
+        for i, token in enumerate(sampled):
+            num_output = self.num_output_tokens + i + 1
+            if num_output >= sampling.min_tokens:
+                if token in eos and not sampling.ignore_eos:
+                    return sampled[: i + 1], FinishReason.STOP, None
+                if token in self.stop_ids:
+                    return sampled[: i + 1], FinishReason.STOP, token
+            if self.num_prompt_tokens + num_output >= self.max_total_tokens:
+                return sampled[: i + 1], FinishReason.LENGTH, None
+        return sampled, None, None
+
     @property
     def can_run(self) -> bool:
         """Whether a token is there to be computed."""

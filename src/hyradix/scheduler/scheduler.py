@@ -17,9 +17,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from hyradix.cache.holding import Holding
 from hyradix.cache.prefix_cache import PrefixCache
@@ -33,10 +30,10 @@ from hyradix.request import (
     RowUpdate,
     ScheduledBatch,
     StepOutput,
-    TokenLogprobs,
 )
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
 from hyradix.scheduler.door import refuse_impossible
+from hyradix.scheduler.progress import InFlight, Progress, SchedulerCounters, TokenSink
 from hyradix.scheduler.request_state import RequestState, Status
 from hyradix.scheduler.sharing import ask_for_shared, find_provider, is_still_waiting
 
@@ -48,53 +45,6 @@ MAX_ASKED = 64
 
 OVERDUE_STEPS = 256
 """Under longest-prefix order, a request that has waited this long goes first."""
-
-
-class TokenSink(Protocol):
-    """The text side of a request, asked about every committed token."""
-
-    def feed(
-        self, state: RequestState, token_ids: list[int], reason: FinishReason | None
-    ) -> int | None:
-        """How many of ``token_ids`` are kept if a stop string completes inside them, else None.
-
-        ``reason``: why the last of them ends the request, if it does.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """News of one request after a commit."""
-
-    state: RequestState
-    token_ids: Sequence[int] = ()
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether this is the last news."""
-        return self.state.finish_reason is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    step: int
-    planned: tuple[PlannedRow, ...]
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Monotonic counts since start."""
-
-    steps: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -114,7 +64,7 @@ class Scheduler:
         self._num_arrived = 0
         self._running: list[RequestState] = []
         self._states: dict[str, RequestState] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._kv_updates: list[RowUpdate] = []
         self._step = 0
         self._forced_at = 0
@@ -180,7 +130,7 @@ class Scheduler:
             return None
         batch.kv_updates[:0] = self._kv_updates
         self._kv_updates.clear()
-        self._in_flight.append(_InFlight(self._step, tuple(batch.planned)))
+        self._in_flight.append(InFlight(self._step, tuple(batch.planned)))
         self._step += 1
         self.counters.steps += 1
         return batch.build()
@@ -394,7 +344,7 @@ class Scheduler:
 
     def _accept(self, state: RequestState, sampled: list[int]) -> list[int]:
         """Append sampled tokens up to the first that ends the request; returns those kept."""
-        kept, reason, stop_reason = self._cut(state, sampled)
+        kept, reason, stop_reason = state.cut(sampled, self._eos)
         cut = self._sink.feed(state, kept, reason)
         if cut is not None:
             kept, reason, stop_reason = kept[:cut], FinishReason.STOP, None
@@ -403,22 +353,6 @@ class Scheduler:
         if reason is not None:
             self._end(state, reason, stop_reason)
         return kept
-
-    def _cut(
-        self, state: RequestState, sampled: list[int]
-    ) -> tuple[list[int], FinishReason | None, int | None]:
-        """Where end-of-sequence, a stop token or the length limit ends ``sampled``."""
-        sampling = state.request.sampling
-        for i, token in enumerate(sampled):
-            num_output = state.num_output_tokens + i + 1
-            if num_output >= sampling.min_tokens:
-                if token in self._eos and not sampling.ignore_eos:
-                    return sampled[: i + 1], FinishReason.STOP, None
-                if token in state.stop_ids:
-                    return sampled[: i + 1], FinishReason.STOP, token
-            if state.num_prompt_tokens + num_output >= state.max_total_tokens:
-                return sampled[: i + 1], FinishReason.LENGTH, None
-        return sampled, None, None
 
     # ---- end ------------------------------------------------------------------------------------
 

@@ -1,0 +1,64 @@
+"""What passes between the scheduler and the engine besides batches: news, and who reads tokens.
+
+Owns: the shapes of ``Progress``, ``InFlight``, ``SchedulerCounters``, ``TokenSink``.
+Read next: ``scheduler.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hyradix.request import FinishReason, PromptLogprobs, TokenLogprobs
+from hyradix.scheduler.batch_builder import PlannedRow
+from hyradix.scheduler.request_state import RequestState
+
+
+class TokenSink(Protocol):
+    """The text side of a request, asked about every committed token."""
+
+    def feed(
+        self, state: RequestState, token_ids: list[int], reason: FinishReason | None
+    ) -> int | None:
+        """How many of ``token_ids`` are kept if a stop string completes inside them, else None.
+
+        ``reason``: why the last of them ends the request, if it does.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """News of one request after a commit."""
+
+    state: RequestState
+    token_ids: Sequence[int] = ()
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this is the last news."""
+        return self.state.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was submitted and not yet committed."""
+
+    step: int
+    planned: tuple[PlannedRow, ...]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Monotonic counts since start."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
