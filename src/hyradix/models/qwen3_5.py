@@ -29,9 +29,8 @@ if TYPE_CHECKING:  # parsing must not load torch: the memory planner does it alo
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_5_text", "qwen3_5")
 ARCHITECTURES: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-CACHE_ONLY: tuple[str, ...] = (
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
+PLANNED_TYPES: tuple[str, ...] = ("qwen3_5_moe_text", "qwen3_5_moe")
+PLANNED_ARCHITECTURES: tuple[str, ...] = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
-CACHE_ONLY: tuple[str, ...] = ()
+PLANNED_TYPES: tuple[str, ...] = ()
+PLANNED_ARCHITECTURES: tuple[str, ...] = ()
 
 
 def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:

@@ -17,8 +17,9 @@ class Family(Protocol):
 
     MODEL_TYPES: tuple[str, ...]
     ARCHITECTURES: tuple[str, ...]
-    CACHE_ONLY: tuple[str, ...]
-    """Model types and architectures that can be planned for, not loaded yet."""
+    PLANNED_TYPES: tuple[str, ...]
+    PLANNED_ARCHITECTURES: tuple[str, ...]
+    """What memory can be planned for, and the loader refuses."""
 
     def parse_cache(self, raw: RawConfig) -> CacheConfig:
         """config.json to what is kept of a sequence."""
@@ -50,9 +51,10 @@ def find_family(raw: RawConfig, *, for_planning: bool = False) -> Family:
     architectures = raw.get("architectures") or []
     known: list[str] = []
     for family in FAMILIES.values():
-        more = family.CACHE_ONLY if for_planning else ()
-        names = (*family.ARCHITECTURES, *more)
-        if model_type in (*family.MODEL_TYPES, *more) or any(a in names for a in architectures):
+        types, names = family.MODEL_TYPES, family.ARCHITECTURES
+        if for_planning:
+            types, names = types + family.PLANNED_TYPES, names + family.PLANNED_ARCHITECTURES
+        if model_type in types or any(name in names for name in architectures):
             return family
         known += names
     raise ModelLoadError(
