@@ -19,6 +19,8 @@ CONTROL_PLANE = [
     "hyradix.cache.invariants",
     "hyradix.scheduler.scheduler",
     "hyradix.text",
+    "hyradix.models.registry",
+    "hyradix.server.memory",
 ]
 
 

@@ -9,7 +9,6 @@ Read next: ``request.py``.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from hyradix.errors import ConfigError
@@ -145,7 +144,7 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
     """Decide everything that was left open. Raises ``ConfigError`` naming the setting at fault."""
     check_settings(settings)
     max_requests = settings.max_requests or (32 if device.kind == "cpu" else 256)
-    max_context = min(settings.max_context or min(model.max_position, 32_768), 1 << 24)
+    max_context = context_limit(settings.max_context, model.max_position)
     num_kv_slots, num_states = _divide(settings, model, device, max_requests, max_context)
     if num_states < max_requests:
         raise ConfigError(
@@ -188,6 +187,11 @@ def _dtype(settings: Settings, device: DeviceFacts) -> str:
     return "float32" if device.kind == "cpu" else "bfloat16"
 
 
+def context_limit(wanted: int | None, max_position: int) -> int:
+    """``max_context``: what was asked for, else the model's, within bounds."""
+    return min(wanted or min(max_position, 32_768), 1 << 24)
+
+
 def _divide(
     settings: Settings,
     model: ModelFacts,
@@ -195,10 +199,6 @@ def _divide(
     max_requests: int,
     max_context: int,
 ) -> tuple[int, int]:
-    """Split the byte budget: working states first, then one checkpoint per tokens_per_state KV.
-
-    bytes = (num_kv + 1) * kv_bytes + (num_states + 1) * state_bytes, sinks included.
-    """
     if settings.kv_slots is not None and settings.states is not None:
         return settings.kv_slots, settings.states
     budget = settings.memory_bytes
@@ -206,28 +206,52 @@ def _divide(
         budget = int(device.free_bytes * (0.25 if device.kind == "cpu" else 0.85))
         if device.kind == "cpu":
             budget = min(budget, 4096 * MIB)
-    kv_bytes, state_bytes = model.kv_bytes_per_slot, model.state_bytes_per_slot
-    rest = budget - kv_bytes - state_bytes * (1 + max_requests)
-    if settings.states is not None:
-        rest -= state_bytes * (settings.states - max_requests)
-        num_kv, num_states = rest // max(kv_bytes, 1), settings.states
-    elif settings.kv_slots is not None:
-        rest -= kv_bytes * settings.kv_slots
-        num_kv = settings.kv_slots
-        num_states = max_requests + max(rest // max(state_bytes, 1), 0)
-    else:
-        per_state = settings.tokens_per_state
-        groups = rest / (per_state * kv_bytes + state_bytes)
-        num_states = max_requests + max(math.floor(groups), 0)
-        rest -= (num_states - max_requests) * state_bytes
-        num_kv = rest // max(kv_bytes, 1)
+    state_bytes = model.state_bytes_per_slot
+    num_kv, num_states = divide_pools(
+        budget,
+        max_requests,
+        kv_bytes=model.kv_bytes_per_slot,
+        state_bytes=state_bytes,
+        tokens_per_state=settings.tokens_per_state,
+        kv_slots=settings.kv_slots,
+        states=settings.states,
+    )
     if num_kv < 1:
         raise ConfigError(
             f"{budget / MIB:.0f} MiB do not hold {max_requests} working states of "
             f"{state_bytes / MIB:.1f} MiB and any KV; lower --max-requests or raise --memory-bytes",
             param="memory_bytes",
         )
-    return int(num_kv), int(num_states)
+    return num_kv, num_states
+
+
+def divide_pools(
+    budget: int,
+    max_requests: int,
+    *,
+    kv_bytes: int,
+    state_bytes: int,
+    tokens_per_state: int,
+    draft_bytes: int = 0,
+    kv_slots: int | None = None,
+    states: int | None = None,
+) -> tuple[int, int]:
+    """(KV slots, state slots) of a byte budget; under one KV slot: it does not fit.
+
+    First the working states and ``draft_bytes`` (of all requests), then of the rest one checkpoint
+    per tokens_per_state KV slots, unless ``kv_slots`` or ``states`` is given.
+    bytes = draft_bytes + (num_kv + 1) * kv_bytes + (num_states + 1) * state_bytes, sinks included.
+    """
+    rest = budget - draft_bytes - kv_bytes - state_bytes * (1 + max_requests)
+    if states is not None:
+        rest -= state_bytes * (states - max_requests)
+        return rest // max(kv_bytes, 1), states
+    if kv_slots is not None:
+        rest -= kv_bytes * kv_slots
+        return kv_slots, max_requests + max(rest // max(state_bytes, 1), 0)
+    num_checkpoints = max(rest // max(tokens_per_state * kv_bytes + state_bytes, 1), 0)
+    rest -= num_checkpoints * state_bytes
+    return rest // max(kv_bytes, 1), max_requests + num_checkpoints
 
 
 def check_settings(s: Settings) -> None:

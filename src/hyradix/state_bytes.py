@@ -53,6 +53,13 @@ class RecurrentShape:
     hidden_bytes: int = 4
 
     @property
+    def slot_bytes(self) -> int:
+        """One slot of the state pool: recurrent state and conv window of every layer."""
+        recurrent = self.num_v_heads * self.k_dim * self.v_dim * self.state_bytes
+        window = self.conv_channels * (self.conv_width - 1) * self.conv_bytes
+        return self.num_layers * (recurrent + window)
+
+    @property
     def row_shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:
         """Shape and element bytes of what a token may leave in one layer."""
         decay = self.k_dim if self.has_channel_decay else 1

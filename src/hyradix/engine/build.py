@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 from hyradix.config import EngineConfig, ModelFacts, Settings, check_settings, resolve
+from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.engine.device import device_facts
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import EngineInfo
@@ -27,14 +27,13 @@ from hyradix.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("hyradix.engine")
 
-DEMO = "demo"
 Progress = Callable[[str, int, int], None]
 
 
 def find_model(name: str, on_progress: Progress | None = None) -> Path:
     """The directory of a model: ``demo``, a path, or a hub name. Raises ``ModelLoadError``."""
     if name == DEMO:
-        return Path(str(resources.files("hyradix") / "demo_model"))
+        return demo_directory()
     return find_directory(name, on_progress=on_progress).resolve()
 
 

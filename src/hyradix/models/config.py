@@ -1,7 +1,7 @@
 """What a checkpoint's config.json says, in our words, whatever its family calls it.
 
-Owns: ``ModelConfig``, byte counts per slot, reading values with clear errors.
-Does not know: weights, devices.
+Owns: ``CacheConfig`` (what a model remembers) and ``ModelConfig`` (all of it), reading values with
+clear errors. Does not know: weights, devices, torch.
 Read next: ``registry.py``.
 """
 
@@ -11,36 +11,31 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hyradix.errors import ModelLoadError
+from hyradix.state_bytes import RecurrentShape
 
 LayerKind = Literal["recurrent", "attention"]
 RawConfig = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A hybrid decoder. ``layers`` says which mixer stands where; every layer has an MLP."""
+class CacheConfig:
+    """What a hybrid decoder keeps of a sequence: enough to plan memory, whatever its MLPs are.
+
+    ``layers`` says which mixer stands where.
+    """
 
     family: str
     architecture: str
     layers: tuple[LayerKind, ...]
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    eps: float
     max_position: int
-    is_tied: bool
-    num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    rope_theta: float
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
     conv_width: int
     """K: taps of the short convolution; the window holds K - 1 columns."""
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def num_attention_layers(self) -> int:
@@ -61,13 +56,43 @@ class ModelConfig:
         """K and V of one token in all attention layers."""
         return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * element_bytes
 
+    def recurrent_shape(self, element_bytes: int) -> RecurrentShape:
+        """The recurrent layers; states, u and gates are float32, ``element_bytes`` is the rest's.
+
+        Float32 gates and u: what is folded into a state must be exact (DESIGN 6.1).
+        """
+        return RecurrentShape(
+            num_layers=self.num_recurrent_layers,
+            num_k_heads=self.num_k_heads,
+            num_v_heads=self.num_v_heads,
+            k_dim=self.k_dim,
+            v_dim=self.v_dim,
+            conv_channels=self.conv_channels,
+            conv_width=self.conv_width,
+            k_bytes=element_bytes,
+            v_bytes=element_bytes,
+            conv_bytes=element_bytes,
+        )
+
     @property
     def state_bytes_per_slot(self) -> int:
         """Float32 recurrent state and conv window of one sequence in all recurrent layers."""
-        recurrent = self.num_v_heads * self.k_dim * self.v_dim
-        return (
-            4 * self.num_recurrent_layers * (recurrent + self.conv_channels * (self.conv_width - 1))
-        )
+        return self.recurrent_shape(4).slot_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(CacheConfig):
+    """A hybrid decoder that can be loaded. Every layer has an MLP."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    eps: float
+    is_tied: bool
+    num_heads: int
+    rotary_dim: int
+    rope_theta: float
+    eos_token_ids: tuple[int, ...] = ()
 
 
 def require(raw: RawConfig, key: str, kind: type) -> Any:

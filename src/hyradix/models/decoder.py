@@ -204,6 +204,6 @@ class DecoderBuilder:
             norm=layer["linear_attn.norm.weight"].float(),
             eps=config.eps,
         )
-        qkvzba = self._family.recurrent_input(config, layer).to(self._dtype)
+        qkvzba = torch.cat(self._family.recurrent_input(config, layer)).to(self._dtype)
         out = layer["linear_attn.out_proj.weight"].to(self._dtype)
         return GatedDeltaNet(self._ops, index, qkvzba, out, weights)

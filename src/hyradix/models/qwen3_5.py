@@ -9,10 +9,12 @@ Read next: ``decoder.py``.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from hyradix.errors import ModelLoadError
 from hyradix.models.config import (
+    CacheConfig,
     LayerKind,
     ModelConfig,
     RawConfig,
@@ -22,10 +24,18 @@ from hyradix.models.config import (
     rope,
 )
 
+if TYPE_CHECKING:  # parsing must not load torch: the memory planner does it alone
+    import torch
+
 MODEL_TYPES: tuple[str, ...] = ("qwen3_5_text", "qwen3_5")
 ARCHITECTURES: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+PLANNED_TYPES: tuple[str, ...] = ("qwen3_5_moe_text", "qwen3_5_moe")
+PLANNED_ARCHITECTURES: tuple[str, ...] = (
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 Shapes = dict[str, tuple[int, ...]]
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, "torch.Tensor"]
 
 _KINDS: dict[str, LayerKind] = {
     "linear_attention": "recurrent",
@@ -36,12 +46,42 @@ _KINDS: dict[str, LayerKind] = {
 
 def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     """config.json (and generation_config.json, or ``{}``) to ``ModelConfig``."""
-    text = raw.get("text_config", raw)
+    text = _text_part(raw)
     if text is not raw and "tie_word_embeddings" not in text:
         text = {**text, "tie_word_embeddings": raw.get("tie_word_embeddings", False)}
     return parse_text(
         text, "qwen3_5", ARCHITECTURES[text is not raw], eos_ids(generation, raw, text)
     )
+
+
+def parse_cache(raw: RawConfig) -> CacheConfig:
+    """What is kept of a sequence; a mixture of experts or a vision tower does not matter."""
+    text = _text_part(raw)
+    names = raw.get("architectures") or [ARCHITECTURES[text is not raw]]
+    return cache_of(text, "qwen3_5", str(names[0]))
+
+
+def cache_of(text: RawConfig, family: str, architecture: str) -> CacheConfig:
+    """The same keys of ``qwen3_5`` and ``qwen3_next``."""
+    num_heads = positive(text, "num_attention_heads")
+    config = CacheConfig(
+        family=family,
+        architecture=architecture,
+        layers=_layers(text),
+        max_position=positive(
+            {"max_position_embeddings": 32_768, **text}, "max_position_embeddings"
+        ),
+        num_kv_heads=positive({"num_key_value_heads": num_heads, **text}, "num_key_value_heads"),
+        head_dim=positive({"head_dim": 256, **text}, "head_dim"),
+        num_k_heads=positive(text, "linear_num_key_heads"),
+        num_v_heads=positive(text, "linear_num_value_heads"),
+        k_dim=positive(text, "linear_key_head_dim"),
+        v_dim=positive(text, "linear_value_head_dim"),
+        conv_width=positive(text, "linear_conv_kernel_dim"),
+    )
+    if num_heads % config.num_kv_heads or config.num_v_heads % config.num_k_heads:
+        raise ModelLoadError("config.json: query heads must be a multiple of key heads")
+    return config
 
 
 def parse_text(
@@ -52,44 +92,36 @@ def parse_text(
         raise ModelLoadError("config.json: attention_bias is not supported")
     if text.get("hidden_act", "silu") != "silu":
         raise ModelLoadError(f"config.json: hidden_act {text['hidden_act']!r} is not supported")
-    num_heads = positive(text, "num_attention_heads")
-    head_dim = positive({"head_dim": 256, **text}, "head_dim")
-    theta, rotary_dim = rope(text, head_dim)
-    config = ModelConfig(
-        family=family,
-        architecture=architecture,
-        layers=_layers(text),
+    cache = cache_of(text, family, architecture)
+    theta, rotary_dim = rope(text, cache.head_dim)
+    return ModelConfig(
+        **asdict(cache),
         vocab_size=positive(text, "vocab_size"),
         hidden_size=positive(text, "hidden_size"),
         intermediate_size=positive(text, "intermediate_size"),
         eps=require({"rms_norm_eps": 1e-6, **text}, "rms_norm_eps", float),
-        max_position=positive(
-            {"max_position_embeddings": 32_768, **text}, "max_position_embeddings"
-        ),
         is_tied=bool(text.get("tie_word_embeddings", False)),
-        num_heads=num_heads,
-        num_kv_heads=positive({"num_key_value_heads": num_heads, **text}, "num_key_value_heads"),
-        head_dim=head_dim,
+        num_heads=positive(text, "num_attention_heads"),
         rotary_dim=rotary_dim,
         rope_theta=theta,
-        num_k_heads=positive(text, "linear_num_key_heads"),
-        num_v_heads=positive(text, "linear_num_value_heads"),
-        k_dim=positive(text, "linear_key_head_dim"),
-        v_dim=positive(text, "linear_value_head_dim"),
-        conv_width=positive(text, "linear_conv_kernel_dim"),
         eos_token_ids=eos_token_ids,
     )
-    if config.num_heads % config.num_kv_heads or config.num_v_heads % config.num_k_heads:
-        raise ModelLoadError("config.json: query heads must be a multiple of key heads")
-    return config
+
+
+def _text_part(raw: RawConfig) -> RawConfig:
+    text: RawConfig = require(raw, "text_config", dict) if "text_config" in raw else raw
+    return text
 
 
 def _layers(text: RawConfig) -> tuple[LayerKind, ...]:
     count = positive(text, "num_hidden_layers")
-    interval = text.get("full_attention_interval", 4)
-    kinds = text.get("layer_types") or [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
-    ]
+    interval = positive({"full_attention_interval": 4, **text}, "full_attention_interval")
+    if text.get("layer_types"):
+        kinds = [str(kind) for kind in require(text, "layer_types", list)]
+    else:
+        kinds = [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+        ]
     unknown = sorted(set(kinds) - set(_KINDS))
     if unknown or len(kinds) != count:
         raise ModelLoadError(
@@ -118,8 +150,6 @@ def recurrent_shapes(config: ModelConfig) -> Shapes:
     }
 
 
-def recurrent_input(config: ModelConfig, layer: Tensors) -> torch.Tensor:
-    """Those as one matrix: q, k, v, z, b, a."""
-    return torch.cat(
-        [layer[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
-    )
+def recurrent_input(config: ModelConfig, layer: Tensors) -> list[torch.Tensor]:
+    """Those in the order of their rows: q, k, v, z, b, a."""
+    return [layer[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]

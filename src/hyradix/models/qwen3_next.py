@@ -7,14 +7,19 @@ Read next: ``qwen3_5.py``.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from hyradix.errors import ModelLoadError
-from hyradix.models.config import ModelConfig, RawConfig, eos_ids
-from hyradix.models.qwen3_5 import Shapes, Tensors, parse_text
+from hyradix.models.config import CacheConfig, ModelConfig, RawConfig, eos_ids
+from hyradix.models.qwen3_5 import Shapes, Tensors, cache_of, parse_text
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
+PLANNED_TYPES: tuple[str, ...] = ()
+PLANNED_ARCHITECTURES: tuple[str, ...] = ()
 
 
 def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
@@ -26,6 +31,11 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
             "is not supported yet: num_experts must be 0 or mlp_only_layers name every layer"
         )
     return parse_text(raw, "qwen3_next", ARCHITECTURES[0], eos_ids(generation, raw))
+
+
+def parse_cache(raw: RawConfig) -> CacheConfig:
+    """What is kept of a sequence; a mixture of experts does not matter."""
+    return cache_of(raw, "qwen3_next", ARCHITECTURES[0])
 
 
 def _sparse_layers(raw: RawConfig) -> list[int]:
@@ -51,12 +61,12 @@ def recurrent_shapes(config: ModelConfig) -> Shapes:
     }
 
 
-def recurrent_input(config: ModelConfig, layer: Tensors) -> torch.Tensor:
-    """Those as one matrix with rows q, k, v, z, b, a, no longer grouped by key head."""
+def recurrent_input(config: ModelConfig, layer: Tensors) -> list[torch.Tensor]:
+    """Those in the order of their rows q, k, v, z, b, a, no longer grouped by key head."""
     heads, ratio = config.num_k_heads, config.num_v_heads // config.num_k_heads
     values = ratio * config.v_dim
     sizes = [config.k_dim, config.k_dim, values, values]
     qkvz = layer["linear_attn.in_proj_qkvz.weight"].unflatten(0, (heads, sum(sizes)))
     ba = layer["linear_attn.in_proj_ba.weight"].unflatten(0, (heads, 2 * ratio))
     parts = [*qkvz.split(sizes, dim=1), *ba.split([ratio, ratio], dim=1)]
-    return torch.cat([part.flatten(0, 1) for part in parts])
+    return [part.flatten(0, 1) for part in parts]

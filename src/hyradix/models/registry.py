@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from hyradix.errors import ModelLoadError
 from hyradix.models import qwen3_5, qwen3_next
-from hyradix.models.config import ModelConfig, RawConfig
+from hyradix.models.config import CacheConfig, ModelConfig, RawConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Family(Protocol):
@@ -16,6 +17,12 @@ class Family(Protocol):
 
     MODEL_TYPES: tuple[str, ...]
     ARCHITECTURES: tuple[str, ...]
+    PLANNED_TYPES: tuple[str, ...]
+    PLANNED_ARCHITECTURES: tuple[str, ...]
+    """What memory can be planned for, and the loader refuses."""
+
+    def parse_cache(self, raw: RawConfig) -> CacheConfig:
+        """config.json to what is kept of a sequence."""
 
     def parse_config(self, raw: RawConfig, generation: RawConfig) -> ModelConfig:
         """config.json to ``ModelConfig``."""
@@ -26,21 +33,30 @@ class Family(Protocol):
     def recurrent_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Input projections of one recurrent layer, by name within the layer."""
 
-    def recurrent_input(self, config: ModelConfig, layer: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Those as one matrix: q, k, v, z, b, a."""
+    def recurrent_input(
+        self, config: ModelConfig, layer: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Those in the order of their rows in one matrix: q, k, v, z, b, a."""
 
 
 FAMILIES: dict[str, Family] = {"qwen3_5": qwen3_5, "qwen3_next": qwen3_next}
 
 
-def find_family(raw: RawConfig) -> Family:
-    """The family of a parsed config.json. Raises ``ModelLoadError`` that names the known ones."""
+def find_family(raw: RawConfig, *, for_planning: bool = False) -> Family:
+    """The family of a parsed config.json. Raises ``ModelLoadError`` that names the known ones.
+
+    for_planning: also one of which only ``parse_cache`` can be used.
+    """
     model_type = raw.get("model_type")
     architectures = raw.get("architectures") or []
+    known: list[str] = []
     for family in FAMILIES.values():
-        if model_type in family.MODEL_TYPES or set(architectures) & set(family.ARCHITECTURES):
+        types, names = family.MODEL_TYPES, family.ARCHITECTURES
+        if for_planning:
+            types, names = types + family.PLANNED_TYPES, names + family.PLANNED_ARCHITECTURES
+        if model_type in types or any(name in names for name in architectures):
             return family
-    known = [name for family in FAMILIES.values() for name in family.ARCHITECTURES]
+        known += names
     raise ModelLoadError(
         f"model type {model_type!r} (architectures {architectures}) is not supported; "
         f"supported: {', '.join(known)}"

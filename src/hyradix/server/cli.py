@@ -3,7 +3,8 @@
 Owns: commands and their options. Does not know: how any of it is done.
 Invariants: errors of the user are one line on stderr and exit code 2; ``--help`` and ``serve``
 never load torch in this process (the engine has its own; see ``offline_llm``).
-Read next: ``options.py``, ``launch.py``, ``terminal.py``, ``bench.py``.
+Read next: ``options.py``, ``launch.py``, ``terminal.py``, ``bench.py``,
+``memory.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hyradix.errors import HyradixError
 from hyradix.request import SamplingParams
 from hyradix.server import bench
 from hyradix.server.launch import EXIT_KILLED, EXIT_USAGE, ServeOptions, run_server
+from hyradix.server.memory import memory
 from hyradix.server.options import with_settings
 from hyradix.server.terminal import HttpBackend, OfflineBackend, chat_loop, print_stream
 from hyradix.server.text import load_text
@@ -38,6 +40,7 @@ app = typer.Typer(
     help="Serve hybrid language models with one prefix cache for attention and recurrent state.",
 )
 app.add_typer(bench.app)
+app.command()(memory)
 
 MaxTokens = Annotated[int, typer.Option(help="Longest reply, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.")]

@@ -105,5 +105,5 @@ def parse_size(text: str | int) -> int:
     unit = _UNITS.get(digits[-1:], 1)
     try:
         return int(float(digits[:-1] if unit > 1 else digits) * unit)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"must be a number of bytes such as 512M, got {text!r}") from None
