@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from benchmarks.figures import save, spread  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from benchmarks.figures import save, spread  # noqa: E402
 from hyradix import LLM, SamplingParams  # noqa: E402
 from hyradix.engine.build import find_model  # noqa: E402
 from hyradix.models.loader import init_random, load_config  # noqa: E402

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fake_server import is_running, wait_until
 
 from hyradix.config import Settings
 from hyradix.engine.client import EngineClient
 from hyradix.engine.messages import RequestOutput
 from hyradix.errors import ConfigError, EngineDeadError, HyradixError
 from hyradix.request import FinishReason, Request, SamplingParams
+from tests.support.fake_server import is_running, wait_until
 
 Test = Callable[[EngineClient], Coroutine[Any, Any, None]]
 

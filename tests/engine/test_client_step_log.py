@@ -3,10 +3,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tests.support.fake_engine import Settings, make_info
 
 from hyradix.engine.messages import EngineStats, PoolStats
 from hyradix.engine.step_log import StepLog, pool_lines, step_line
+from tests.support.fake_engine import Settings, make_info
 
 
 def stats(**counters: int) -> EngineStats:

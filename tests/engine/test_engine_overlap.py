@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.demo import DemoEngines
 
 from hyradix.engine.engine import Engine
 from hyradix.request import Request, SamplingParams, ScheduledBatch, StepOutput
+from tests.support.demo import DemoEngines
 
 pytestmark = pytest.mark.slow
 

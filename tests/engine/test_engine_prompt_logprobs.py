@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.demo import DemoEngines
 
 from hyradix.request import Request, SamplingParams
+from tests.support.demo import DemoEngines
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.support.real_server import ROOT
 
 from hyradix.config import DeviceFacts, ModelFacts, Settings, resolve
 from hyradix.engine.memory_plan import (
@@ -26,6 +25,7 @@ from hyradix.models.loader import load_config
 from hyradix.models.registry import find_family
 from hyradix.runner.pools import KVPool, StatePool
 from hyradix.state_bytes import MODES, SpecShape, buffers, conv_bytes, spec_bytes
+from tests.support.real_server import ROOT
 
 CONFIGS = ROOT / "benchmarks/configs"
 GIB = 1 << 30

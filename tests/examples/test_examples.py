@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.support.real_server import ROOT, environment
 
 EXAMPLES = ROOT / "examples"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.tree_recurrence.cases import NAN, TOPOLOGIES, tree_of
 
 from hyradix.kernels.causal_conv.reference import causal_conv
 from hyradix.kernels.causal_conv.sliding import (
@@ -18,6 +17,7 @@ from hyradix.kernels.causal_conv.tree import column_index, tree_conv, windows_af
 from hyradix.kernels.memory import ReadOnly, physical_bytes
 from hyradix.kernels.tree_recurrence.topology import PAD, chain_parents
 from hyradix.state_bytes import conv_columns
+from tests.kernels.tree_recurrence.cases import NAN, TOPOLOGIES, tree_of
 
 
 def dense_windows(window, rows, x, parents):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.player import Player
 
 from hyradix.models.loader import load_model
+from tests.support.player import Player
 
 TOLERANCE = 1e-4
 BACKENDS = ["compiled", "torch"]

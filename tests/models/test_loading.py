@@ -8,12 +8,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.checkpoints import COMMON
 
 from hyradix.errors import ModelLoadError
 from hyradix.kernels.ops import load_ops
 from hyradix.models import checkpoint
 from hyradix.models.loader import build_model, init_random, load_config, load_model, model_facts
+from tests.support.checkpoints import COMMON
 
 WEIGHTS = "model.safetensors"
 

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.support.player import Player
 
 from hyradix.models.loader import load_model
 from hyradix.request import SamplingParams, ScheduledBatch, StateOp, StateOpKind, StateSave
+from tests.support.player import Player
 
 CONFIG = {
     "model_type": "qwen3_5_text", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40,

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.fake_client import Api, chat_body
-from tests.support.fake_text import VOCAB_SIZE, FakeTokenizer
 
 from hyradix.config import Settings
+from tests.support.fake_client import Api, chat_body
+from tests.support.fake_text import VOCAB_SIZE, FakeTokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.fake_client import Api, chat_body, events_of, joined
-from tests.support.fake_engine import NATURAL_END, SENTENCE
 
 from hyradix.request import Boundary, BoundaryKind
+from tests.support.fake_client import Api, chat_body, events_of, joined
+from tests.support.fake_engine import NATURAL_END, SENTENCE
 
 WORDS = SENTENCE.decode()
 

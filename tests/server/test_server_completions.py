@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.support.fake_client import Api, events_of, joined
 from tests.support.fake_engine import SENTENCE
 from tests.support.fake_text import EOS

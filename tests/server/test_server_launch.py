@@ -10,6 +10,7 @@ import time
 
 import httpx
 import pytest
+
 from tests.support.fake_client import chat_body
 from tests.support.fake_server import FakeServer, is_running, wait_until
 

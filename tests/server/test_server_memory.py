@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.real_server import ROOT
 from typer.testing import CliRunner
 
 from hyradix.errors import ConfigError, ModelLoadError
 from hyradix.server import cli
 from hyradix.server.memory import size
+from tests.support.real_server import ROOT
 
 NINE = str(ROOT / "benchmarks/configs/Qwen3.5-9B.json")
 NEEDED = ("--budget", "140G", "--requests", "32")

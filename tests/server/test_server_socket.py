@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+
 from tests.support.fake_client import chat_body
 from tests.support.fake_engine import SENTENCE
 from tests.support.fake_server import FakeServer, wait_until

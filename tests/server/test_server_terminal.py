@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.fake_client import Api
 
 from hyradix.engine.messages import RequestOutput
 from hyradix.errors import EngineDeadError, HyradixError
 from hyradix.request import FinishReason, MissReason, SamplingParams
 from hyradix.server.terminal import HttpBackend, OfflineBackend, chat_loop, print_stream
+from tests.support.fake_client import Api
 
 SAMPLING = SamplingParams(max_tokens=9, temperature=0.0)
 

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from conftest import ALTERNATING, CHATML, THINK_STRIPPING, byte_level_backend, write_model_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,13 @@ from hyradix.errors import InvalidParameterError, ModelLoadError
 from hyradix.request import BoundaryKind
 from hyradix.text.chat_template import ChatTemplate, RenderedPrompt
 from hyradix.text.tokenizer import Tokenizer
+from tests.text.conftest import (
+    ALTERNATING,
+    CHATML,
+    THINK_STRIPPING,
+    byte_level_backend,
+    write_model_dir,
+)
 
 SYSTEM, TURN, LAST, MARK = (
     BoundaryKind.SYSTEM,

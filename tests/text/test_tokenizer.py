@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from conftest import byte_level_backend, metaspace_backend, write_model_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
 from hyradix.errors import InvalidParameterError, ModelLoadError
 from hyradix.text.tokenizer import Tokenizer
+from tests.text.conftest import byte_level_backend, metaspace_backend, write_model_dir
 
 FRAGMENTS = [
     *("<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|endoftext|>", "<think>", "</think>"),

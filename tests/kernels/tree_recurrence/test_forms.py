@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from hyradix.kernels.gated_delta_rule.reference import naive as gated_delta_rule
+from hyradix.kernels.tree_recurrence import masked, sequential
+from hyradix.kernels.tree_recurrence.naive import naive
+from hyradix.kernels.tree_recurrence.rules import GDN, RULES, Inputs, Rows
+from hyradix.kernels.tree_recurrence.topology import PAD, chain_parents
 from tests.kernels.tree_recurrence.cases import (
     NAN,
     TOPOLOGIES,
@@ -13,12 +19,6 @@ from tests.kernels.tree_recurrence.cases import (
     same,
     tree_of,
 )
-
-from hyradix.kernels.gated_delta_rule.reference import naive as gated_delta_rule
-from hyradix.kernels.tree_recurrence import masked, sequential
-from hyradix.kernels.tree_recurrence.naive import naive
-from hyradix.kernels.tree_recurrence.rules import GDN, RULES, Inputs, Rows
-from hyradix.kernels.tree_recurrence.topology import PAD, chain_parents
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=["float64", "float32"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.tree_recurrence.cases import NAN, error, make_case, parts, same
 
 from hyradix.kernels.causal_conv.tree import windows_after_rows
 from hyradix.kernels.tree_recurrence import masked, sequential
 from hyradix.kernels.tree_recurrence.rules import RULES, Rows
 from hyradix.kernels.tree_recurrence.state_log import append_, drop_first_, fold_, folded
 from hyradix.kernels.tree_recurrence.topology import chain_parents, paths
+from tests.kernels.tree_recurrence.cases import NAN, error, make_case, parts, same
 
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 seeds = pytest.mark.parametrize("seed", range(4))
