@@ -1,7 +1,7 @@
 """Drives the real scheduler and cache with the fake data plane.
 
 ``Harness`` plays the engine: add, abort, step; it checks invariants after every operation,
-poisons what is free, and collects each request's tokens and cache figures.
+poisons what is free or newly handed out, and collects each request's tokens and cache figures.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ import numpy as np
 
 from hyradix.cache.invariants import check, check_idle
 from hyradix.config import DeviceFacts, EngineConfig, ModelFacts, Settings, resolve
-from hyradix.request import Boundary, FinishReason, Namespace, Request, SamplingParams
+from hyradix.request import (
+    Boundary,
+    FinishReason,
+    Namespace,
+    Request,
+    SamplingParams,
+    ScheduledBatch,
+)
 from hyradix.scheduler.request_state import RequestState
 from hyradix.scheduler.scheduler import Progress, Scheduler
 from tests.support.fake_runner import FakeRunner, reference_output
+from tests.support.slot_watch import SlotWatch
 
 VOCAB = 50_000
 
@@ -71,6 +79,7 @@ class Harness:
         self.runner = FakeRunner(self.config)
         self.scheduler = Scheduler(self.config, self)
         self.cache = self.scheduler.cache
+        self.watch = SlotWatch(self.cache)
         self.records: dict[str, Record] = {}
         self.stop_at: dict[str, int] = {}
         self._count = 0
@@ -120,15 +129,22 @@ class Harness:
 
         With overlap, up to ``max_in_flight`` steps run while the next one is built.
         """
-        batch = self.scheduler.schedule()
-        self._check()
-        if batch is not None:
-            self.runner.submit(batch)
+        batch = self.begin()
         room = self.max_in_flight if self.config.overlap and batch is not None else 0
         was_busy = batch is not None or self.scheduler.num_in_flight > 0
         while self.scheduler.num_in_flight > room:
             self.commit()
         return was_busy
+
+    def begin(self) -> ScheduledBatch | None:
+        """Schedule and submit one step; None when there was nothing to schedule."""
+        batch = self.scheduler.schedule()
+        self._check()
+        if batch is not None:
+            self.watch.check(batch)
+            self._poison()
+            self.runner.submit(batch)
+        return batch
 
     def commit(self) -> None:
         """Commit the oldest step in flight."""
@@ -181,6 +197,8 @@ class Harness:
             check(self.cache)
 
     def _poison(self) -> None:
-        free = np.flatnonzero(self.cache.kv._is_free)
+        """In stream order: what is free, and what the next step is the first to write."""
+        taken_kv, taken_states = self.watch.take()
+        free = np.concatenate([np.flatnonzero(self.cache.kv._is_free), *taken_kv])
         states = np.flatnonzero(self.cache.states.phase[1:] == 0) + 1
-        self.runner.poison(free, states.tolist())
+        self.runner.poison(free, [*states.tolist(), *taken_states])
