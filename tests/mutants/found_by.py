@@ -53,7 +53,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> objec
     if call.excinfo is None or not outcome.get_result().failed:
         return
     error = call.excinfo.value
-    text = (str(error).strip() or call.excinfo.exconly()).splitlines()
+    text = str(error).strip().splitlines() or [str(call.excinfo.traceback[-1].statement).strip()]
     trace = [(str(entry.path), entry.name) for entry in call.excinfo.traceback]
     if call.excinfo.errisinstance(pytest.fail.Exception):
         is_timeout = "Timeout" in text[0]
@@ -64,7 +64,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> objec
         VERDICT.setdefault("tripped", f"{call.excinfo.typename} in {item.nodeid}")
         return
     if "test" not in VERDICT:
-        VERDICT.update(test=item.nodeid, oracle=kind, message=text[0] if text else "")
+        VERDICT.update(test=item.nodeid, oracle=kind, message=text[0])
         item.session.shouldstop = "found"
 
 

@@ -142,6 +142,9 @@ class Harness:
         self._check()
         if batch is not None:
             self.watch.check(batch)
+            for holding in self.cache.holdings.values():
+                is_sealed = holding.receipt is None or holding.receipt.state_node is None
+                assert is_sealed, "a state lock outlives the batch that needed it"
             self._poison()
             self.runner.submit(batch)
         return batch
