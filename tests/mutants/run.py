@@ -75,10 +75,14 @@ def row(number: int, fault: Fault, verdict: dict[str, str]) -> str:
     return f"| {number} | {fault.name} | {fault.place} | {by} | {what} |"
 
 
-def heading(command: str, num_found: int, num_faults: int) -> list[str]:
-    """Where the table comes from."""
+def current_commit() -> str:
+    """The commit that is tested; marked where the working tree differs from it."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def heading(command: str, commit: str, num_found: int, num_faults: int) -> list[str]:
+    """Where the table comes from."""
     today = datetime.datetime.now(datetime.UTC).date()
     return [
         "# Planted faults and who finds them",
@@ -103,7 +107,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     faults = [f for f in load() if options.only in f"{f.place}: {f.name}"]
-    rows, num_found = [], 0
+    rows, num_found, commit = [], 0, current_commit()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         copy(root)
@@ -117,7 +121,7 @@ def main() -> int:
             rows.append(row(number, fault, verdict))
             print(rows[-1], f"{verdict.get('seconds', '?')} s", flush=True)
     command = "python tests/mutants/run.py --out benchmarks/results/mutants.md"
-    table = [*heading(command, num_found, len(faults)), *rows]
+    table = [*heading(command, commit, num_found, len(faults)), *rows]
     print(f"found: {num_found} of {len(faults)}")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
