@@ -27,11 +27,19 @@ from tests.mutants.faults import Fault, load  # noqa: E402  (run as a script: th
 
 SUITE = [
     "tests/scheduler/test_schedules.py::test_seeded_schedules",
-    "tests/conformance",
+    "tests/conformance/test_c08_preemption.py",
+    "tests/conformance/test_c16_small_pools.py",
+    "tests/conformance/test_c19_namespaces.py",
+    "tests/conformance/test_regressions.py",
     "tests/scheduler/test_faulty_rows.py",
+    "tests/scheduler/test_overlap.py",
+    "tests/cache/test_fates.py",
+    "tests/cache/test_policy.py",
+    "tests/cache/test_state_slots.py",
+    "tests/conformance",
     "tests/cache",
 ]
-PYTEST = ["-q", "-m", "not long", "--timeout=40", "-p", "no:cacheprovider"]
+PYTEST = ["-q", "-m", "not long", "-k", "not w8", "--timeout=40", "-p", "no:cacheprovider"]
 PLUGIN = ["-p", "tests.mutants.found_by"]
 
 
