@@ -26,7 +26,9 @@ sys.path.insert(0, str(ROOT))
 from tests.mutants.faults import Fault, load  # noqa: E402  (run as a script: the root first)
 
 SUITE = [
-    "tests/scheduler/test_schedules.py::test_seeded_schedules",
+    "tests/scheduler/test_schedules.py::test_seeded_schedules[0]",
+    "tests/scheduler/test_schedules.py::test_seeded_schedules[40]",
+    "tests/conformance/test_c20_endings.py",
     "tests/conformance/test_c08_preemption.py",
     "tests/conformance/test_c16_small_pools.py",
     "tests/conformance/test_c19_namespaces.py",
@@ -39,7 +41,7 @@ SUITE = [
     "tests/conformance",
     "tests/cache",
 ]
-PYTEST = ["-q", "-m", "not long", "-k", "not w8", "--timeout=40", "-p", "no:cacheprovider"]
+PYTEST = ["-q", "-m", "not long", "-k", "not w8", "--timeout=300", "-p", "no:cacheprovider"]
 PLUGIN = ["-p", "tests.mutants.found_by"]
 
 

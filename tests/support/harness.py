@@ -158,7 +158,7 @@ class Harness:
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Step until idle (or ``until``)."""
-        for _ in range(100_000):
+        for _ in range(5_000):
             if not self.scheduler.has_work or (until is not None and until()):
                 return
             assert self.step(), "work is left but nothing was scheduled"
