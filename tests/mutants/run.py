@@ -28,7 +28,6 @@ from tests.mutants.faults import Fault, load  # noqa: E402  (run as a script: th
 SUITE = [
     "tests/scheduler/test_schedules.py::test_seeded_schedules[0]",
     "tests/scheduler/test_schedules.py::test_seeded_schedules[40]",
-    "tests/conformance/test_c20_endings.py",
     "tests/conformance/test_c08_preemption.py",
     "tests/conformance/test_c16_small_pools.py",
     "tests/conformance/test_c19_namespaces.py",
