@@ -6,7 +6,7 @@ import pytest
 
 from hyradix.cache.invariants import check_tree
 from hyradix.request import MissReason, StateOpKind
-from tests.support.drive import Driver, cached, row_slots, state_ops, text
+from tests.support.drive import CHUNKS, Driver, cached, row_slots, state_ops, text
 from tests.support.harness import Harness, make_config
 from tests.support.tree_view import (
     NOBODY,
@@ -22,6 +22,10 @@ from tests.support.tree_view import (
     span,
     state_ref,
     states_along,
+)
+
+MODES = pytest.mark.parametrize(
+    ("chunk", "overlap"), [(chunk, overlap) for chunk in CHUNKS for overlap in (False, True)]
 )
 
 A_TO_H = [65, 66, 67, 68, 69, 70, 71, 72]
@@ -146,8 +150,9 @@ class TestOnTheTree:
 
 
 class TestThroughTheScheduler:
-    def test_w1_the_third_leaves_a_state_where_it_branched(self) -> None:
-        h = Harness(make_config())
+    @MODES
+    def test_w1_the_third_leaves_a_state_where_it_branched(self, chunk: int, overlap: bool) -> None:
+        h = Harness(make_config(max_prefill_tokens=chunk, overlap=overlap))
         r1 = text(1, 30)
         r2, r3 = r1 + text(2, 11), r1[:10] + text(3, 15)
         assert cached(h.serve(r1, 1)) == (0, 0)
@@ -158,21 +163,25 @@ class TestThroughTheScheduler:
         assert cached(third) == (0, 10)
         assert third.state.miss_reason is MissReason.NEVER_PLACED
         assert depths_along(h.cache.tree, r3) == [10, 24, 25]
-        assert segments(h.cache.tree, r2) == [10, 19, 1, 10, 1]
-        assert segments(h.cache.tree, r3) == [10, 14, 1]
+        cut = [6] if chunk == 16 else []  # where a chunk ended: KV was given to the tree there
+        assert segments(h.cache.tree, r2) == [10, *cut, 19 - sum(cut), 1, 10, 1]
+        assert segments(h.cache.tree, r3) == [10, *cut, 14 - sum(cut), 1]
         assert h.cache.tree.num_tokens == 41 + 15
         h.finish()
 
-    def test_w2_the_second_chunk_goes_on_from_the_working_state(self) -> None:
-        h = Harness(make_config(max_prefill_tokens=4))
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_w2_the_second_chunk_goes_on_from_the_working_state(self, overlap: bool) -> None:
+        h = Driver(make_config(max_prefill_tokens=4, overlap=overlap))
         prompt = text(4, 12)
         record = h.add(prompt, 1)
-        h.step()
+        h.begin()
+        h.end()
         first = states_along(h.cache.tree, prompt)
         assert list(first) == [4]
         working = h.runner.log[0].state_slots.tolist()
         kv = kv_along(h.cache.tree, prompt)
-        h.step()
+        h.begin()
+        h.end()
         second = h.runner.log[1]
         assert second.state_ops == ()
         assert second.state_slots.tolist() == working
@@ -189,9 +198,10 @@ class TestThroughTheScheduler:
         assert depths_along(h.cache.tree, prompt) == [11, 12]
         assert record.state.num_cached_tokens == 0
 
-    @pytest.mark.parametrize("chunk", [0, 16, 7])
-    def test_w4_two_requests_start_from_one_warm_state(self, chunk: int) -> None:
-        h = Driver(make_config(max_prefill_tokens=chunk))
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("chunk", [*CHUNKS, 7])
+    def test_w4_two_requests_start_from_one_warm_state(self, chunk: int, overlap: bool) -> None:
+        h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap))
         warm = text(5, 30)
         h.serve(warm, 1)
         assert depths_along(h.cache.tree, warm)[-1] == 30
@@ -230,8 +240,9 @@ class TestThroughTheScheduler:
         assert states_along(h.cache.tree, warm)[30] == warm_slot
         h.close()
 
-    def test_w5_nothing_wrong_is_resumed_before_the_state(self) -> None:
-        h = Harness(make_config())
+    @MODES
+    def test_w5_nothing_wrong_is_resumed_before_the_state(self, chunk: int, overlap: bool) -> None:
+        h = Harness(make_config(max_prefill_tokens=chunk, overlap=overlap))
         prompt = text(8, 8)
         h.serve(prompt, 1)
         assert depths_along(h.cache.tree, prompt) == [7, 8]

@@ -42,10 +42,11 @@ def test_c1_the_second_resumes_at_the_last_token(n: int, chunk: int, overlap: bo
     h.close()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("n", [64, 128, 192, INTERVAL, 2 * INTERVAL])
-def test_c10_a_prefill_of_exactly_one_token(n: int, chunk: int) -> None:
-    h = Driver(make_config(max_prefill_tokens=chunk, track_interval=INTERVAL))
+def test_c10_a_prefill_of_exactly_one_token(n: int, chunk: int, overlap: bool) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, track_interval=INTERVAL, overlap=overlap))
     whole = text(n, n + 1)
     h.serve(whole[:n], 1)
     assert depths_along(h.cache.tree, whole)[-1] == n

@@ -43,13 +43,33 @@ def test_c2_a_boundary_serves_the_second_already(chunk: int, overlap: bool) -> N
 
 
 @pytest.mark.parametrize("min_gain", [32, 0, 1])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_c4_short_prompts_hit_from_the_third_on(chunk: int, min_gain: int) -> None:
-    h = Driver(make_config(max_prefill_tokens=chunk, min_gain=min_gain, states=12))
+@pytest.mark.parametrize(("chunk", "overlap"), MODES)
+def test_c4_short_prompts_hit_from_the_third_on(chunk: int, overlap: bool, min_gain: int) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap, min_gain=min_gain, states=12))
     shared = text(1, 40)
     hits = [h.serve(shared + text(10 + i, 5 + i % 7), 2).state.num_cached_tokens for i in range(30)]
     assert hits == [0, 0] + [40] * 28, "also when the pool has long been full"
     assert h.cache.counters.evicted_states > 0
+    h.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [128, 16])
+def test_the_end_of_a_chunk_stays_when_somebody_resumed_from_it(chunk: int, overlap: bool) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap))
+    prompt = text(1, 4 * chunk + 6)
+    first = h.add(prompt, 3)
+    for _ in range(4):
+        h.begin()
+        h.end()
+    assert depths_along(h.cache.tree, prompt) == [4 * chunk]
+    second = h.add(prompt[: 4 * chunk] + text(2, 5), 3)
+    h.begin()
+    assert cached(second) == (4 * chunk, 4 * chunk)
+    assert first.output == []
+    h.drain()
+    third = h.serve(prompt[: 4 * chunk] + text(3, 5), 3)
+    assert cached(third) == (4 * chunk, 4 * chunk)
     h.close()
 
 

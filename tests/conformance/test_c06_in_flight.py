@@ -13,17 +13,19 @@ from tests.support.harness import Record, make_config
 from tests.support.tree_view import depths_along, states_along
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("is_committed", [True, False])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("chunk", [128, 16])
 def test_c6_an_aborted_prefill_leaves_only_what_is_committed(
-    chunk: int, num_chunks: int, is_committed: bool
+    chunk: int, num_chunks: int, is_committed: bool, overlap: bool
 ) -> None:
-    h = Driver(make_config(max_prefill_tokens=chunk))
+    h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap))
     prompt = text(1, 6 * chunk + 5)
     first = h.add(prompt, 4)
     for _ in range(num_chunks - 1):
-        h.step()
+        h.begin()
+        h.end()
     h.begin()
     if is_committed:
         h.end()
@@ -41,10 +43,11 @@ def test_c6_an_aborted_prefill_leaves_only_what_is_committed(
     assert again.reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("chunk", [128, 16])
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_c6_with_steps_in_flight_the_same_prefix_sent_at_once(ahead: int) -> None:
-    h = Driver(make_config(max_prefill_tokens=16, overlap=True))
-    prompt = text(1, 150)
+def test_c6_with_steps_in_flight_the_same_prefix_sent_at_once(ahead: int, chunk: int) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, overlap=True))
+    prompt = text(1, 5 * chunk + 7)
     first = h.add(prompt, 4)
     for _ in range(ahead + 1):
         h.begin()
@@ -52,12 +55,16 @@ def test_c6_with_steps_in_flight_the_same_prefix_sent_at_once(ahead: int) -> Non
     h.abort(first)
     again = h.add(prompt, 4)
     h.begin()
-    assert cached(again) == (16, 16), "one step is committed; the others are not"
+    assert cached(again) == (chunk, chunk), "one step is committed; the others are not"
     h.close()
 
 
-def test_an_abort_between_the_step_that_saves_and_its_commit_publishes_nothing() -> None:
-    h = Driver(make_config())
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [0, 128])
+def test_an_abort_between_the_step_that_saves_and_its_commit_publishes_nothing(
+    chunk: int, overlap: bool
+) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap))
     prompt = text(1, 50)
     record = h.add(prompt, 4)
     h.begin()
@@ -172,26 +179,28 @@ def while_decoding(h: Driver, record: Record) -> bool:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(
     "reach", [in_queue, matched, between_chunks, after_the_first_token, while_decoding]
 )
 def test_c15_a_hundred_clients_leave(
-    reach: Callable[[Driver, Record], bool], overlap: bool
+    reach: Callable[[Driver, Record], bool], chunk: int, overlap: bool
 ) -> None:
+    tail = 130 if chunk == 128 else 30
     h = Driver(
         make_config(
-            max_prefill_tokens=16,
-            kv_slots=160,
+            max_prefill_tokens=chunk,
+            kv_slots=tail + 130,
             states=4,
             max_requests=2,
-            max_context=100,
+            max_context=tail + 70,
             track_interval=4,
             overlap=overlap,
         )
     )
     base = text(1, 30)
     for turn in range(100):
-        record = h.add(base + text(turn % 7, 30), 9)
+        record = h.add(base + text(turn % 7, tail), 9)
         other = h.add(base[: turn % 29 + 1] + text(100 + turn, 3), 3) if turn % 3 == 0 else None
         reach(h, record)
         h.abort(record)

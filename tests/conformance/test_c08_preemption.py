@@ -54,10 +54,14 @@ def test_c8_preempted_every_few_steps(chunk: int, every: int, overlap: bool) -> 
         assert repeated(h) == 0, "every donation survived"
 
 
+@pytest.mark.parametrize(
+    ("overlap", "chunk"),
+    [(False, 0), (True, 0), (False, 128), (True, 128), (False, 16), (True, 16)],
+)
 @pytest.mark.parametrize("at", [300, 617, 999])
 @pytest.mark.parametrize(("interval", "most"), [(256, 255), (1, 0), (0, None)])
 def test_w8_what_a_preemption_without_donation_costs(
-    interval: int, most: int | None, at: int
+    interval: int, most: int | None, at: int, chunk: int, overlap: bool
 ) -> None:
     h = Driver(
         make_config(
@@ -77,6 +81,21 @@ def test_w8_what_a_preemption_without_donation_costs(
         else:
             assert repeated(h) <= most
             assert repeated(h) == (50 + at - 1) % interval
+    h.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_preempted_request_keeps_its_place(chunk: int, overlap: bool) -> None:
+    h = Driver(
+        make_config(
+            max_requests=2, force_preempt_every=4, max_prefill_tokens=chunk, overlap=overlap
+        )
+    )
+    one, two, three = (h.add(text(i, 20), 25) for i in range(3))
+    h.run(until=lambda: three.state.num_admissions > 0)
+    assert h.scheduler.counters.preemptions > 2
+    assert one.reason or two.reason, "who came later waits for a row"
     h.close()
 
 

@@ -72,6 +72,33 @@ def test_a_state_that_two_hold_in_one_step_is_not_moved() -> None:
     assert cached(two) == (40, 40)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_track_that_this_step_writes_is_not_reclaimed(overlap: bool) -> None:
+    """Two come at once: the prompt's state goes to one, the OLDER track to the other."""
+    h = Driver(make_config(max_requests=3, states=4, track_interval=1, overlap=overlap))
+    h.add(text(1, 20), 30)
+    for _ in range(6):
+        h.step()
+    later = [h.add(text(2 + i, 20), 3) for i in range(2)]
+    h.step()
+    assert h.scheduler.num_running == 3
+    h.close()
+    assert all(r.reason is FinishReason.LENGTH for r in later)
+
+
+def test_the_end_of_a_chunk_evicts_nothing() -> None:
+    h = Driver(make_config(max_requests=1, states=4, max_prefill_tokens=16))
+    one, two = text(1, 12), text(2, 12)
+    h.serve(one, 1)
+    h.serve(two, 1)
+    before = h.cache.counters.evicted_states
+    h.serve(text(3, 100), 1)
+    assert h.cache.counters.evicted_states - before == 2, "the working state and the prompt's end"
+    assert h.cache.counters.skipped_saves > 0
+    assert cached(h.serve([*two, 5, 6, 7], 1)) == (12, 12)
+    h.close()
+
+
 @pytest.mark.parametrize("n", [1, 2, 20, 39])
 @pytest.mark.parametrize("chunk", [0, 1, 16])
 def test_a_pool_exactly_as_large_as_one_request(n: int, chunk: int) -> None:
@@ -99,8 +126,10 @@ def test_kv_that_rows_share_outlives_its_eviction_pressure() -> None:
 class TestFlush:
     """C17."""
 
-    def test_idle(self) -> None:
-        h = Driver(make_config())
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_idle(self, chunk: int, overlap: bool) -> None:
+        h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap))
         for i in range(3):
             h.serve(text(i, 30), 3)
         h.cache.flush()
@@ -111,8 +140,9 @@ class TestFlush:
         h.close()
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_busy(self, overlap: bool) -> None:
-        h = Driver(make_config(overlap=overlap, max_prefill_tokens=16))
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_busy(self, chunk: int, overlap: bool) -> None:
+        h = Driver(make_config(overlap=overlap, max_prefill_tokens=chunk))
         shared = text(1, 40)
         h.serve(shared, 3)
         h.serve(text(2, 40), 3)
@@ -131,14 +161,17 @@ class TestLimits:
     """C18 without drafts."""
 
     @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("chunk", CHUNKS)
     @pytest.mark.parametrize("max_tokens", [9, 10, 11, 500])
-    def test_max_context_is_a_clean_end(self, max_tokens: int, overlap: bool) -> None:
-        h = Driver(make_config(max_context=50, kv_slots=100, overlap=overlap))
-        record = h.add(text(2, 40), max_tokens)
+    def test_max_context_is_a_clean_end(self, max_tokens: int, chunk: int, overlap: bool) -> None:
+        h = Driver(
+            make_config(max_context=150, kv_slots=300, max_prefill_tokens=chunk, overlap=overlap)
+        )
+        record = h.add(text(2, 140), max_tokens)
         h.close()
         assert record.reason is FinishReason.LENGTH
         assert len(record.output) == min(max_tokens, 10)
-        assert all((b.starts + b.num_tokens).max() <= 50 for b in h.runner.log)
+        assert all((b.starts + b.num_tokens).max() <= 150 for b in h.runner.log)
 
 
 class TestRefusals:
@@ -220,10 +253,22 @@ def test_c22_without_sharing_the_cache_costs_no_step(chunk: int, overlap: bool) 
     assert runs[0] == runs[1]
 
 
-def test_c11_nothing_but_padding_names_the_sink() -> None:
-    h = Driver(make_config(max_requests=3, states=3, kv_slots=90, max_context=60, track_interval=3))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_c11_nothing_but_padding_names_the_sink(chunk: int, overlap: bool) -> None:
+    h = Driver(
+        make_config(
+            max_requests=3,
+            states=3,
+            kv_slots=390,
+            max_context=180,
+            track_interval=3,
+            max_prefill_tokens=chunk,
+            overlap=overlap,
+        )
+    )
     for i in range(9):
-        h.add(text(i % 4, 20 + i), 6)
+        h.add(text(i % 4, 20 + i + 120 * (i % 2)), 6)
     h.close()
     for batch in h.runner.log:
         assert batch.state_slots.min() > 0

@@ -6,17 +6,20 @@ import pytest
 
 from hyradix.cache.node import new_hasher
 from hyradix.request import MissReason, Namespace
-from tests.support.drive import Driver, cached, text
+from tests.support.drive import CHUNKS, Driver, cached, text
 from tests.support.harness import make_config
 from tests.support.tree_view import depths_along
 
 NAMES = [("", ""), ("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("a", "b\x00c")]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("at_once", [True, False])
-def test_no_sharing_across_salts_and_adapters(at_once: bool) -> None:
-    h = Driver(make_config())
-    prompt = text(1, 50)
+def test_no_sharing_across_salts_and_adapters(at_once: bool, chunk: int, overlap: bool) -> None:
+    h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap, track_interval=0))
+    n = 150
+    prompt = text(1, n)
     for adapter, salt in NAMES:
         record = h.add(prompt, 3, adapter=adapter, salt=salt)
         if not at_once:
@@ -25,10 +28,10 @@ def test_no_sharing_across_salts_and_adapters(at_once: bool) -> None:
     h.drain()
     assert all(cached(r) == (0, 0) for r in h.records.values())
     assert len(h.cache.tree.roots()) == len(NAMES)
-    assert h.cache.tree.num_tokens == len(NAMES) * 52
+    assert h.cache.tree.num_tokens == len(NAMES) * (n + 2)
     for adapter, salt in NAMES:
-        assert cached(h.serve(prompt, 3, adapter=adapter, salt=salt)) == (49, 49)
-        assert depths_along(h.cache.tree, prompt, Namespace(adapter, salt)) == [49]
+        assert cached(h.serve(prompt, 3, adapter=adapter, salt=salt)) == (n - 1, n - 1)
+        assert depths_along(h.cache.tree, prompt, Namespace(adapter, salt)) == [n - 1]
     h.close()
 
 

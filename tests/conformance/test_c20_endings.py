@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from hyradix.request import FinishReason
-from tests.support.drive import EOS, Driver, cached, reply, text
+from tests.support.drive import CHUNKS, EOS, Driver, cached, reply, text
 from tests.support.harness import Record, make_config
 from tests.support.tree_view import depths_along
 
-N = 40
+N = 140
 PROMPT = text(1, N)
 
 
@@ -35,11 +35,17 @@ def check_kept(h: Driver, record: Record) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("interval", [0, 1, 4])
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("how", ["eos", "stop_token", "stop_string", "max_tokens"])
-def test_c20_where_it_ends(how: str, at: int, interval: int, overlap: bool) -> None:
-    h = driver(eos_at=at if how == "eos" else None, overlap=overlap, track_interval=interval)
+def test_c20_where_it_ends(how: str, at: int, interval: int, chunk: int, overlap: bool) -> None:
+    h = driver(
+        eos_at=at if how == "eos" else None,
+        overlap=overlap,
+        track_interval=interval,
+        max_prefill_tokens=chunk,
+    )
     options: dict[str, object] = {
         "eos": {},
         "stop_token": {"stop_token_ids": [reply(PROMPT, at)[-1]]},

@@ -87,6 +87,29 @@ def test_a_pin_never_stops_the_queue(prompt: int, options: dict[str, object]) ->
     h.run()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_what_is_pinned_outlives_everybody(chunk: int, overlap: bool) -> None:
+    h = Driver(
+        make_config(
+            kv_slots=260,
+            max_context=220,
+            max_requests=2,
+            states=5,
+            max_prefill_tokens=chunk,
+            overlap=overlap,
+        )
+    )
+    warm = text(1, 30)
+    pin(h, warm)
+    for turn in range(5):
+        h.serve(text(10 + turn, 150), 9)
+    h.cache.flush()
+    assert 30 in depths_along(h.cache.tree, warm)
+    assert cached(h.serve([*warm, 7, 8], 2)) == (30, 30)
+    h.close()
+
+
 def test_no_cap_loses_the_prompts_end() -> None:
     try:
         h = Driver(make_config(max_checkpoints=0))

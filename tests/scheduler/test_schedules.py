@@ -4,7 +4,8 @@ The quick profile runs with the suite. The long one is 10,000 schedules of 60 op
 
     pytest -m long -s tests/scheduler/test_schedules.py
 
-(``HYRADIX_SCHEDULES`` and ``HYRADIX_FIRST_SEED`` change how many and which.)
+(``HYRADIX_SCHEDULES`` and ``HYRADIX_FIRST_SEED`` change how many and which.) Its last result stands
+in benchmarks/results/schedules.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import World
+
+EVENTS = {
+    "evict": ("evicted states", "evicted kv"),
+    "split": ("splits",),
+    "preempt": ("preemptions",),
+    "abort in flight": ("aborts in flight",),
+}
+"""What must happen in at least a tenth of the long run's schedules, or it proves little."""
 
 QUICK = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -44,6 +53,7 @@ def test_ten_thousand_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     count = int(os.environ.get("HYRADIX_SCHEDULES", "10000"))
     first = int(os.environ.get("HYRADIX_FIRST_SEED", "1000000"))
     seen: Counter[str] = Counter()
+    examples: Counter[str] = Counter()
     failures: list[str] = []
     for seed in range(first, first + count):
         world = World(Random(seed))
@@ -52,8 +62,15 @@ def test_ten_thousand_schedules(capsys: pytest.CaptureFixture[str]) -> None:
         except Exception as error:
             failures.append(f"seed {seed}: {type(error).__name__}: {error}")
         seen += world.seen
+        for event, names in EVENTS.items():
+            examples[event] += any(world.seen[name] for name in names)
     with capsys.disabled():
         print(f"\n{count} schedules of 60 operations")
         for name, number in sorted(seen.items()):
             print(f"  {name:28} {number}")
+        print(f"schedules of {count} with at least one ...")
+        for event in EVENTS:
+            print(f"  {event:28} {examples[event]} ({examples[event] / count:.0%})")
     assert not failures, "\n".join(failures[:20])
+    rare = [event for event in EVENTS if 10 * examples[event] < count]
+    assert not rare, f"in less than a tenth of the schedules: {rare}"

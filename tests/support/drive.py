@@ -71,14 +71,6 @@ class Driver(Harness):
         """Steps submitted and not yet committed."""
         return self.scheduler.num_in_flight
 
-    def begin(self) -> ScheduledBatch | None:
-        """Schedule and submit one step; None when there was nothing to schedule."""
-        batch = self.scheduler.schedule()
-        self._check()
-        if batch is not None:
-            self.runner.submit(batch)
-        return batch
-
     def end(self) -> None:
         """Collect and commit the oldest step in flight."""
         self.commit()

@@ -1,10 +1,13 @@
 """A data plane without a model: it finds faults of bookkeeping, exactly and in microseconds.
 
-A KV slot holds the token written there; a state slot holds the hash of the tokens consumed. The
-next token is computed only from the CONTENTS of the row's state slot and of every KV slot that
+A state slot holds the hash of the tokens consumed; a KV slot holds that hash as it was at its
+position (keys and values of deeper layers depend on the whole prefix, not on their token alone).
+The next token is computed only from the CONTENTS of the row's state slot and of every KV slot that
 the row reads, never from the token list: a wrong slot, a state at the wrong depth, a freed slot
 or a missing copy changes the output. Freed memory can be poisoned. StateOps of a step are done in
-parallel: all sources are read before any destination is written.
+parallel: all sources are read before any destination is written. Rows run in parallel too: no row
+may read or write what another writes in the same step. A step runs when it is collected, not when
+it is submitted: whatever the host did meanwhile must not be seen by it.
 """
 
 from __future__ import annotations
@@ -29,23 +32,30 @@ def consume(state: int, token: int) -> int:
     )
 
 
-def next_token(state: int, kv_tokens: np.ndarray, vocab_size: int) -> int:
-    """What the model says after consuming ``kv_tokens`` (and being in ``state``)."""
+def kv_content(state: int) -> int:
+    """What a KV slot holds for the token that led to ``state``; never negative, as poison is."""
+    return state >> 1
+
+
+def next_token(state: int, kv: np.ndarray, vocab_size: int) -> int:
+    """What the model says in ``state`` when it reads ``kv``: ``int64``, one per token."""
     digest = xxhash.xxh3_64(int(state).to_bytes(8, "little"))
-    digest.update(np.ascontiguousarray(kv_tokens, dtype=np.int64).tobytes())
+    digest.update(np.ascontiguousarray(kv, dtype=np.int64).tobytes())
     return digest.intdigest() % vocab_size
 
 
 def reference_output(prompt: list[int], count: int, vocab_size: int) -> list[int]:
     """The reply of a cold run: the oracle O1 for the fake model."""
-    state, tokens, out = EMPTY, list(prompt), []
-    for token in tokens:
+    state, out = EMPTY, []
+    kv = np.empty(len(prompt) + count, dtype=np.int64)
+    for i, token in enumerate(prompt):
         state = consume(state, token)
-    for _ in range(count):
-        token = next_token(state, np.array(tokens), vocab_size)
+        kv[i] = kv_content(state)
+    for end in range(len(prompt), len(prompt) + count):
+        token = next_token(state, kv[:end], vocab_size)
         out.append(token)
-        tokens.append(token)
         state = consume(state, token)
+        kv[end] = kv_content(state)
     return out
 
 
@@ -96,6 +106,7 @@ class FakeRunner:
             self.kv_slots[update.row, update.start : update.start + len(update.values)] = (
                 update.values
             )
+        self._check_rows(batch)
         values = [self._source(op) for op in batch.state_ops]
         for op, value in zip(batch.state_ops, values, strict=True):
             self.states[op.destination] = value
@@ -120,7 +131,10 @@ class FakeRunner:
         )
 
     def _source(self, op) -> int | None:
-        return EMPTY if op.kind is StateOpKind.CLEAR else self.states[op.source]
+        if op.kind is StateOpKind.CLEAR:
+            return EMPTY
+        assert self.states[op.source] is not None, "a copy of a state that nobody wrote"
+        return self.states[op.source]
 
     def _forward(self, batch: ScheduledBatch, i: int, saves: dict, written: list) -> int:
         row, start, count = int(batch.rows[i]), int(batch.starts[i]), int(batch.num_tokens[i])
@@ -132,9 +146,9 @@ class FakeRunner:
             assert token >= 0, "a token that nobody wrote"
             kv_slot = int(self.kv_slots[row, position])
             assert kv_slot > 0, "a live row writes or reads the sink"
-            if position >= batch.write_from[i]:
-                self.kv[kv_slot] = token
             state = consume(state, token)
+            if position >= batch.write_from[i]:
+                self.kv[kv_slot] = kv_content(state)
             save = saves.pop((row, position + 1), None)
             if save is not None:
                 written.append((save, state))
@@ -142,10 +156,24 @@ class FakeRunner:
         end = start + count
         slots = self.kv_slots[row, :end]
         assert len(np.unique(slots)) == end, "a row names one KV slot twice"
+        assert (self.kv[slots] >= 0).all(), "a row reads KV that nobody wrote"
         token = next_token(state, self.kv[slots], self.config.vocab_size)
         if batch.samples[i]:
             self.tokens[row, end] = token
         return token
+
+    def _check_rows(self, batch: ScheduledBatch) -> None:
+        """Rows run in parallel: what one writes, no other reads or writes in this step."""
+        writers = np.zeros(len(self.kv), dtype=np.int64)
+        parts = list(zip(batch.rows, batch.starts, batch.num_tokens, batch.write_from, strict=True))
+        own = []
+        for row, start, count, write_from in parts:
+            own.append(self.kv_slots[row, max(start, write_from) : start + count])
+            np.add.at(writers, own[-1], 1)
+        assert writers.max(initial=0) <= 1, "two rows write one KV slot in one step"
+        for (row, start, count, _), mine in zip(parts, own, strict=True):
+            read = writers[self.kv_slots[row, : start + count]]
+            assert read.sum() == len(mine), "a row reads KV that another writes in this step"
 
     def _check(self, batch: ScheduledBatch) -> None:
         """No slot is both source and destination; no slot is written twice in a phase."""

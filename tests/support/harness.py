@@ -1,7 +1,7 @@
 """Drives the real scheduler and cache with the fake data plane.
 
 ``Harness`` plays the engine: add, abort, step; it checks invariants after every operation,
-poisons what is free, and collects each request's tokens and cache figures.
+poisons what is free or newly handed out, and collects each request's tokens and cache figures.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ import numpy as np
 
 from hyradix.cache.invariants import check, check_idle
 from hyradix.config import DeviceFacts, EngineConfig, ModelFacts, Settings, resolve
-from hyradix.request import Boundary, FinishReason, Namespace, Request, SamplingParams
+from hyradix.request import (
+    Boundary,
+    FinishReason,
+    Namespace,
+    Request,
+    SamplingParams,
+    ScheduledBatch,
+)
 from hyradix.scheduler.progress import Progress
 from hyradix.scheduler.request_state import RequestState
 from hyradix.scheduler.scheduler import Scheduler
 from tests.support.fake_runner import FakeRunner, reference_output
+from tests.support.slot_watch import SlotWatch
 
 VOCAB = 50_000
 
@@ -72,6 +80,7 @@ class Harness:
         self.runner = FakeRunner(self.config)
         self.scheduler = Scheduler(self.config, self)
         self.cache = self.scheduler.cache
+        self.watch = SlotWatch(self.cache)
         self.records: dict[str, Record] = {}
         self.stop_at: dict[str, int] = {}
         self._count = 0
@@ -121,15 +130,25 @@ class Harness:
 
         With overlap, up to ``max_in_flight`` steps run while the next one is built.
         """
-        batch = self.scheduler.schedule()
-        self._check()
-        if batch is not None:
-            self.runner.submit(batch)
+        batch = self.begin()
         room = self.max_in_flight if self.config.overlap and batch is not None else 0
         was_busy = batch is not None or self.scheduler.num_in_flight > 0
         while self.scheduler.num_in_flight > room:
             self.commit()
         return was_busy
+
+    def begin(self) -> ScheduledBatch | None:
+        """Schedule and submit one step; None when there was nothing to schedule."""
+        batch = self.scheduler.schedule()
+        self._check()
+        if batch is not None:
+            self.watch.check(batch)
+            for holding in self.cache.holdings.values():
+                is_sealed = holding.receipt is None or holding.receipt.state_node is None
+                assert is_sealed, "a state lock outlives the batch that needed it"
+            self._poison()
+            self.runner.submit(batch)
+        return batch
 
     def commit(self) -> None:
         """Commit the oldest step in flight."""
@@ -140,7 +159,7 @@ class Harness:
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Step until idle (or ``until``)."""
-        for _ in range(100_000):
+        for _ in range(5_000):
             if not self.scheduler.has_work or (until is not None and until()):
                 return
             assert self.step(), "work is left but nothing was scheduled"
@@ -182,6 +201,8 @@ class Harness:
             check(self.cache)
 
     def _poison(self) -> None:
-        free = np.flatnonzero(self.cache.kv._is_free)
+        """In stream order: what is free, and what the next step is the first to write."""
+        taken_kv, taken_states = self.watch.take()
+        free = np.concatenate([np.flatnonzero(self.cache.kv._is_free), *taken_kv])
         states = np.flatnonzero(self.cache.states.phase[1:] == 0) + 1
-        self.runner.poison(free, states.tolist())
+        self.runner.poison(free, [*states.tolist(), *taken_states])

@@ -1,0 +1,142 @@
+"""Plants one fault at a time and says which test finds it, and by which oracle.
+
+    python tests/mutants/run.py [--only WORDS] [--out benchmarks/results/mutants.md]
+
+The source and the tests are copied; the working tree is never touched. Per fault the suite below
+runs up to the first failure that counts (``found_by.py``). Exit status 1 if a fault survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.mutants.faults import Fault, load  # noqa: E402  (run as a script: the root first)
+
+SUITE = [
+    "tests/scheduler/test_schedules.py::test_seeded_schedules[0]",
+    "tests/scheduler/test_schedules.py::test_seeded_schedules[40]",
+    "tests/conformance/test_c08_preemption.py",
+    "tests/conformance/test_c16_small_pools.py",
+    "tests/conformance/test_c19_namespaces.py",
+    "tests/conformance/test_regressions.py",
+    "tests/scheduler/test_faulty_rows.py",
+    "tests/scheduler/test_overlap.py",
+    "tests/cache/test_fates.py",
+    "tests/cache/test_policy.py",
+    "tests/cache/test_state_slots.py",
+    "tests/conformance",
+    "tests/cache",
+]
+PYTEST = ["-q", "-m", "not long", "-k", "not w8", "--timeout=300", "-p", "no:cacheprovider"]
+PLUGIN = ["-p", "tests.mutants.found_by"]
+
+
+def copy(root: Path) -> None:
+    """What the suite needs, without the model that the package carries."""
+    ignore = shutil.ignore_patterns("__pycache__", "demo_model", ".hypothesis")
+    shutil.copytree(ROOT / "src", root / "src", ignore=ignore)
+    shutil.copytree(ROOT / "tests", root / "tests", ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", root)
+
+
+def run(root: Path) -> dict[str, str]:
+    """The verdict of the suite on the tree under ``root``."""
+    verdict = root / "verdict.json"
+    verdict.unlink(missing_ok=True)
+    paths = {"PYTHONPATH": str(root / "src"), "HYRADIX_VERDICT": str(verdict)}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", *PYTEST, *PLUGIN, *SUITE],
+        cwd=root,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+    )
+    if not verdict.exists():
+        return {"broken": (done.stdout + done.stderr)[-300:]}
+    return {**json.loads(verdict.read_text()), "seconds": f"{time.monotonic() - started:.0f}"}
+
+
+def row(number: int, fault: Fault, verdict: dict[str, str]) -> str:
+    """One line of the table."""
+    test = verdict.get("test", "")
+    if test:
+        file, _, name = test.partition("::")
+        by = f"`{Path(file).name}::{name}`"
+        what = verdict["oracle"] + (f": {verdict['message']}" if verdict["message"] else "")
+    else:
+        by = "SURVIVES"
+        what = verdict.get("tripped", verdict.get("broken", "nothing failed"))
+    what = what.replace("|", "\\|").replace("\n", " ")[:110]
+    return f"| {number} | {fault.name} | {fault.place} | {by} | {what} |"
+
+
+def current_commit() -> str:
+    """The commit that is tested; marked where the working tree differs from it."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def heading(command: str, commit: str, num_found: int, num_faults: int) -> list[str]:
+    """Where the table comes from."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    return [
+        "# Planted faults and who finds them",
+        "",
+        f"Command: `{command}`  ",
+        f"Commit: {commit} · {today} · Python {platform.python_version()}  ",
+        f"Found: {num_found} of {num_faults}. A fault counts as found by a failed assertion, a",
+        "wrong output or a run that never ends, not by an exception that it trips over.",
+        "",
+        "O1: the output differs from a cold run's. O2: at rest free + owned by the tree = total.",
+        "O3: the scheduler never ends or nothing can be scheduled. check(): an invariant of",
+        "`cache/invariants.py`. Fake runner, harness: what `tests/support` asserts of every step.",
+        "",
+        "| # | fault | DESIGN | found by (first) | oracle |",
+        "|---|---|---|---|---|",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="faults whose name or place contains this")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    faults = [f for f in load() if options.only in f"{f.place}: {f.name}"]
+    rows, num_found, commit = [], 0, current_commit()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        copy(root)
+        if options.out:
+            sound = run(root)
+            assert "test" not in sound, f"the suite fails without a fault: {sound}"
+        for number, fault in enumerate(faults, 1):
+            with fault.planted(root):
+                verdict = run(root)
+            num_found += "test" in verdict
+            rows.append(row(number, fault, verdict))
+            print(rows[-1], f"{verdict.get('seconds', '?')} s", flush=True)
+    command = "python tests/mutants/run.py --out benchmarks/results/mutants.md"
+    table = [*heading(command, commit, num_found, len(faults)), *rows]
+    print(f"found: {num_found} of {len(faults)}")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(table) + "\n")
+    return 0 if num_found == len(faults) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
