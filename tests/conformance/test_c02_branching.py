@@ -54,7 +54,7 @@ def test_c4_short_prompts_hit_from_the_third_on(chunk: int, overlap: bool, min_g
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("chunk", [128, 16])
+@pytest.mark.parametrize("chunk", [96, 16], ids=["below a ladder", "short"])
 def test_the_end_of_a_chunk_stays_when_somebody_resumed_from_it(chunk: int, overlap: bool) -> None:
     h = Driver(make_config(max_prefill_tokens=chunk, overlap=overlap))
     prompt = text(1, 4 * chunk + 6)
