@@ -152,6 +152,18 @@ def test_open_streams_lose_nothing_to_each_other_or_to_a_batch(llm: LLM) -> None
     assert llm.stats().state.held == 0
 
 
+def test_nothing_stays_held_after_a_stop_string_with_overlap() -> None:
+    llm = LLM("demo", **OPTIONS, overlap=True)
+    params = greedy(stop=["e"], max_tokens=64)
+
+    result = llm.generate("Once upon a time", params)[0]
+
+    assert result.outputs[0].finish_reason == "stop"
+    assert llm.stats().state.held == llm.stats().kv.held == 0
+    list(llm.stream("Once upon a time", params))
+    assert llm.stats().state.held == llm.stats().kv.held == 0
+
+
 def test_bad_requests_are_refused_and_cost_nobody_anything(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match="8192"):
         llm.generate([[300] * 8192], greedy(), use_tqdm=False)

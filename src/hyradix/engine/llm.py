@@ -188,7 +188,7 @@ class LLM:
                         job.result.extend(index, output)
                         bar.advance(output, is_last=job.is_done)
             finally:
-                self._abort(list(open_ids))
+                self._settle(list(open_ids))
         return [job.result for job in jobs]
 
     def _stream(self, job: _Job) -> Generator[RequestOutput, None, None]:
@@ -211,8 +211,7 @@ class LLM:
                 yield output
         finally:
             del self._streams[request.request_id]
-            if is_open:
-                self._abort([request.request_id])
+            self._settle([request.request_id] if is_open else [])
 
     def _step(self) -> list[RequestOutput]:
         """Run a step; what it brought for open streams waits for their readers."""
@@ -221,11 +220,14 @@ class LLM:
             self._streams.get(output.request_id, others).append(output)
         return list(others)
 
-    def _abort(self, request_ids: list[str]) -> None:
-        """End what is unfinished and let the engine come to rest (if no stream is open)."""
+    def _settle(self, request_ids: list[str]) -> None:
+        """End what is unfinished and let the engine come to rest (if no stream is open).
+
+        Also after a good end: with overlap, a step of what has finished may be in flight.
+        """
         for request_id in request_ids:
             self.engine.abort(request_id)
-        while request_ids and not self._streams and self.engine.has_work():
+        while not self._streams and self.engine.has_work():
             self._step()
 
 
