@@ -136,6 +136,34 @@ def test_streams_bring_deltas_and_may_be_closed(llm: LLM) -> None:
     assert stats.state.held == 0
 
 
+def test_open_streams_lose_nothing_to_each_other_or_to_a_batch(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    alone = llm.generate([[5, 9, 11], [7, 3]], params)
+
+    first, second, closed = (llm.stream(ids, params) for ids in ([5, 9, 11], [7, 3], [8]))
+    tokens = [list(next(first).token_ids), list(next(second).token_ids)]
+    next(closed)
+    closed.close()
+    llm.generate([4, 4], params)
+    tokens[1] += [token for output in second for token in output.token_ids]
+    tokens[0] += [token for output in first for token in output.token_ids]
+
+    assert tokens == [list(result.outputs[0].token_ids) for result in alone]
+    assert llm.stats().state.held == 0
+
+
+def test_nothing_stays_held_after_a_stop_string_with_overlap() -> None:
+    llm = LLM("demo", **OPTIONS, overlap=True)
+    params = greedy(stop=["e"], max_tokens=64)
+
+    result = llm.generate("Once upon a time", params)[0]
+
+    assert result.outputs[0].finish_reason == "stop"
+    assert llm.stats().state.held == llm.stats().kv.held == 0
+    list(llm.stream("Once upon a time", params))
+    assert llm.stats().state.held == llm.stats().kv.held == 0
+
+
 def test_bad_requests_are_refused_and_cost_nobody_anything(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match="8192"):
         llm.generate([[300] * 8192], greedy(), use_tqdm=False)

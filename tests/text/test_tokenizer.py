@@ -182,3 +182,20 @@ def test_a_prompt_seen_before_costs_next_to_nothing(tokenizer: Tokenizer) -> Non
         best = min(best, time.perf_counter() - start)
     # Measured: about 0.2 ms; the bound leaves room for a busy machine.
     assert best < 2e-3
+
+
+def test_long_text_leaves_other_threads_room(tokenizer: Tokenizer, backend) -> None:
+    text = "quick brown fox don't 你好 " * 40_000
+    longest = 0.0
+    with ThreadPoolExecutor(1) as pool:
+        start = before = time.perf_counter()
+        running = pool.submit(tokenizer.encode, text)
+        while not running.done():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        longest = max(longest, time.perf_counter() - before)
+        whole = time.perf_counter() - start
+
+    assert longest < whole / 2
+    assert running.result().tolist() == backend.encode(text, add_special_tokens=False).ids

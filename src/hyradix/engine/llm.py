@@ -11,6 +11,7 @@ Read next: ``engine.py``, ``build.py``.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class LLM:
         self.tokenizer = Tokenizer.from_dir(directory)
         self.chat_template = ChatTemplate.from_dir(directory, self.tokenizer)
         self._count = itertools.count()
+        self._streams: dict[str, deque[RequestOutput]] = {}
+        """What each open stream has not given out yet, by request."""
 
     # ---- whole batches --------------------------------------------------------------------------
 
@@ -176,7 +179,7 @@ class LLM:
                     if output is not None:
                         raise_error(output)
                 while open_ids:
-                    for output in self.engine.step():
+                    for output in self._step():
                         if output.request_id not in owners:
                             continue
                         job, index = owners[output.request_id]
@@ -185,7 +188,7 @@ class LLM:
                         job.result.extend(index, output)
                         bar.advance(output, is_last=job.is_done)
             finally:
-                self._abort(list(open_ids))
+                self._settle(list(open_ids))
         return [job.result for job in jobs]
 
     def _stream(self, job: _Job) -> Generator[RequestOutput, None, None]:
@@ -196,24 +199,36 @@ class LLM:
         if refusal is not None:
             raise_error(refusal)
         is_open = True
+        news = self._streams[request.request_id] = deque()
         try:
             while is_open:
-                for output in self.engine.step():
-                    if output.request_id != request.request_id:
-                        continue
-                    is_open = not output.is_finished
-                    raise_error(output)
-                    yield output
+                if not news:
+                    self._step()
+                    continue
+                output = news.popleft()
+                is_open = not output.is_finished
+                raise_error(output)
+                yield output
         finally:
-            if is_open:
-                self._abort([request.request_id])
+            del self._streams[request.request_id]
+            self._settle([request.request_id] if is_open else [])
 
-    def _abort(self, request_ids: list[str]) -> None:
-        """End what is unfinished and let the engine come to rest."""
+    def _step(self) -> list[RequestOutput]:
+        """Run a step; what it brought for open streams waits for their readers."""
+        others: deque[RequestOutput] = deque()
+        for output in self.engine.step():
+            self._streams.get(output.request_id, others).append(output)
+        return list(others)
+
+    def _settle(self, request_ids: list[str]) -> None:
+        """End what is unfinished and let the engine come to rest (if no stream is open).
+
+        Also after a good end: with overlap, a step of what has finished may be in flight.
+        """
         for request_id in request_ids:
             self.engine.abort(request_id)
-        while request_ids and self.engine.has_work():
-            self.engine.step()
+        while not self._streams and self.engine.has_work():
+            self._step()
 
 
 class _Job:

@@ -28,6 +28,8 @@ from hyradix.text.model_files import declared_eos_ids, special_tokens
 from hyradix.text.pieces import PieceCache, control_pattern, is_byte_level
 
 _CACHE_CHARS = 1 << 23
+_LONG_CHARS = 1 << 14
+"""Longer text is encoded without Python's lock, so that other threads run meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,12 @@ class Tokenizer:
 
     def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> Int32Array:
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > _LONG_CHARS:  # of the library's calls only the batch one lets go
+                (encoding,) = self._backend.encode_batch(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            else:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (
             TypeError,
             UnicodeEncodeError,
@@ -222,4 +229,4 @@ class Tokenizer:
             raise InvalidParameterError(
                 "the text is not valid Unicode (a lone surrogate)"
             ) from error
-        return np.array(ids, dtype=np.int32)
+        return np.array(encoding.ids, dtype=np.int32)
