@@ -9,11 +9,16 @@ Read next: ``request.py``.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
+
+import msgspec
 
 from hyradix.errors import ConfigError
 
 MIB = 1 << 20
+MAX_THREADS = 512
+"""More than any machine this runs on has; a million threads crash the runtime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,13 @@ class Settings:
         unknown = sorted(set(options) - known)
         if unknown:
             raise ConfigError(f"unknown option(s): {', '.join(unknown)}", param=unknown[0])
-        return cls(**options)  # type: ignore[arg-type]
+        if isinstance(options.get("model"), os.PathLike):
+            options["model"] = os.fspath(options["model"])  # type: ignore[call-overload]
+        try:
+            return msgspec.convert(options, cls)
+        except msgspec.ValidationError as error:
+            name = str(error).rpartition("`$.")[2].strip("`")
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}", param=name) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,5 +304,9 @@ def check_settings(s: Settings) -> None:
         raise ConfigError(f"--warmups must be kda_cache, got {s.warmups!r}", param="warmups")
     if s.warmup_prompts_file is None and (s.warmups or s.pin):
         raise ConfigError("--warmups and --pin need --warmup-prompts-file", param="warmups")
+    if s.num_threads is not None and s.num_threads > MAX_THREADS:
+        raise ConfigError(
+            f"--num-threads must be at most {MAX_THREADS}, got {s.num_threads}", param="num_threads"
+        )
     if s.tokens_per_state < 1 or s.max_queue < 1:
         raise ConfigError("--tokens-per-state and --max-queue must be positive")

@@ -116,7 +116,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature == 0.0 or self.top_k == 1
 
     def validate(self, *, vocab_size: int | None = None) -> None:
-        """Check every range once, at the door. Raises ``InvalidParameterError``."""
+        """Check types and ranges once, at the door. Raises ``InvalidParameterError``."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            name = str(error).rpartition("`$.")[2].strip("`").partition("[")[0]
+            raise InvalidParameterError(f"{name}: {error}", param=name) from error
         _check_ranges(self)
         _check_stop(self)
         _check_token_ids(self, vocab_size)
@@ -153,9 +158,9 @@ def _check_ranges(p: SamplingParams) -> None:
         value = getattr(p, name)
         _require(-2 <= value <= 2, name, f"must be in [-2, 2], got {value}")
     _require(
-        bool(finite(p.repetition_penalty)) and p.repetition_penalty > 0,
+        0.01 <= p.repetition_penalty <= 100,
         "repetition_penalty",
-        f"must be positive, got {p.repetition_penalty}",
+        f"must be between 0.01 and 100, got {p.repetition_penalty}",
     )
     _require(
         p.seed is None or -(2**63) <= p.seed < 2**63, "seed", "must fit in a signed 64-bit integer"

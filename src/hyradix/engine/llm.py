@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,10 @@ class _Job:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidParameterError(
+            "prompts are texts, lists of token ids or mappings, or a list of them", param="prompts"
+        )
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items]
@@ -259,6 +263,11 @@ def _as_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    is_list = isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)
+    if not is_list:
+        raise InvalidParameterError(
+            "sampling_params is a SamplingParams or a list of them", param="sampling_params"
+        )
     if len(params) != count:
         raise InvalidParameterError(
             f"{len(params)} sampling parameters for {count} prompts", param="sampling_params"

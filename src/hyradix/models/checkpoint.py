@@ -23,6 +23,7 @@ from hyradix.errors import ModelLoadError
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 Progress = Callable[[str, int, int], None]
 """(stage, done, total): called as work goes on."""
+DTYPES = ("F32", "F16", "BF16", "F64")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -88,7 +89,13 @@ def shapes_in(paths: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
     for path in paths:
         with _open(path) as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                found[name] = (path, tuple(shard.get_slice(name).get_shape()))
+                part = shard.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise ModelLoadError(
+                        f"{path}: {name} is {part.get_dtype()}; quantised weights are not "
+                        f"supported, only {', '.join(DTYPES)}"
+                    )
+                found[name] = (path, tuple(part.get_shape()))
     return found
 
 

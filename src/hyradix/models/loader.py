@@ -31,7 +31,13 @@ def load_config(directory: Path | str) -> ModelConfig:
     generation: RawConfig = {}
     if (directory / "generation_config.json").exists():
         generation = checkpoint.read_json(directory / "generation_config.json")
-    return find_family(raw).parse_config(raw, generation)
+    family = find_family(raw)
+    try:
+        return family.parse_config(raw, generation)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ModelLoadError(
+            f"{directory / 'config.json'} has a field of the wrong form: {error!r}"
+        ) from error
 
 
 def model_facts(

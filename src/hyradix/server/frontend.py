@@ -34,6 +34,8 @@ from hyradix.server.metrics import ServerMetrics
 T = TypeVar("T")
 
 OFF_LOOP_CHARACTERS = 1 << 16
+CHARACTERS_PER_MESSAGE = 16
+"""About what a template adds to a message; many small messages are much text too."""
 NORMALISATION_SLACK = 4
 """A tokenizer's normalisation may shorten a text; by no more than this."""
 MAX_TOKENIZE_CHARACTERS = 1 << 22
@@ -213,7 +215,11 @@ class Frontend:
         """
         if not messages:
             raise InvalidParameterError("messages must not be empty", param="messages")
-        size = sum(_num_characters(message.get("content")) for message in messages)
+        size = sum(
+            CHARACTERS_PER_MESSAGE + _num_characters(message.get("content"))
+            for message in messages
+            if isinstance(message, Mapping)
+        )
         if is_limited:
             self._refuse_hopeless(size, "messages")
         rendered = await _off_loop(

@@ -19,6 +19,10 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Noncharacters: Unicode reserves them for internal use."""
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""What the OpenAI API knows; a template may refuse some of them itself."""
+
+
 def normalize(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copies of the messages with ``content`` a string and ``cache_control`` removed.
 
@@ -77,6 +81,11 @@ def _normalize_one(message: Message, where: str) -> dict[str, Any]:
         raise InvalidParameterError(f"{where} must be an object", param=where)
     if not isinstance(message.get("role"), str):
         raise InvalidParameterError(f"{where}.role must be a string", param=f"{where}.role")
+    if message["role"] not in ROLES:
+        raise InvalidParameterError(
+            f"{where}.role must be one of {', '.join(ROLES)}, got {message['role']!r}",
+            param=f"{where}.role",
+        )
     result = {key: value for key, value in message.items() if key != "cache_control"}
     result["content"] = _text_of(message, where)
     if message.get("tool_calls"):
