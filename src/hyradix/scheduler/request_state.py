@@ -84,6 +84,8 @@ class RequestState:
     prefill_end: int = 0
     """Tokens known at admission: up to there it is a prefill, after that a decode."""
     num_admissions: int = 0
+    preempted_at: int = 0
+    """Tokens computed when it was last preempted."""
     waits_for: tuple[RequestState, int] | None = None
     """A running request, and the depth of a state it is about to provide."""
     finish_reason: FinishReason | None = None
@@ -195,6 +197,7 @@ class RequestState:
         """RUNNING -> PREEMPTED: nothing more is scheduled."""
         assert self.status is Status.RUNNING
         self.status = Status.PREEMPTED
+        self.preempted_at = self.num_computed_tokens
 
     def requeue(self) -> Holding:
         """PREEMPTED -> WAITING; returns what is to be given back. No step names its row now."""

@@ -380,16 +380,16 @@ class Scheduler:
     def _force_preemption(self) -> None:
         """For tests: every N steps the youngest goes back to the queue.
 
-        Where it leaves nothing behind it must have gained a token first, or it never ends.
+        It must have got further than the last time it was preempted, or it might never end:
+        what it left behind may be evicted before it is back.
         """
         every = self.config.force_preempt_every
         if every and self._step and self._step % every == 0 and self._forced_at != self._step:
             self._forced_at = self._step
-            donates = self.config.prefix_cache and self.config.preempt_donate == "always"
             running = [
                 s
                 for s in self._running
-                if s.status is Status.RUNNING and (donates or len(s.tokens) > s.prefill_end)
+                if s.status is Status.RUNNING and s.num_computed_tokens > s.preempted_at
             ]
             if running:
                 self._preempt(running[-1])
