@@ -125,3 +125,15 @@ def test_offers_without_end_do_not_grow_the_heaps() -> None:
     sizes = [len(h._heap) for h in (policy._states, policy._kv)]
     assert max(sizes) < 200, "the cost of finding a victim stays flat"
     assert tree.evict_state() == 1
+
+
+def test_a_newer_tombstone_leaf_goes_before_an_older_leaf_with_a_state(
+    prompts: list[list[int]],
+) -> None:
+    tree = new_tree()
+    grow(tree, prompts[0], 1, state=1)
+    grow(tree, prompts[1], 20)
+    kv, states = tree.evict_kv(1)
+    assert (kv.tolist(), states) == ([20, 21, 22, 23], [])
+    kv, states = tree.evict_kv(1)
+    assert (kv.tolist(), states) == ([1, 2, 3, 4], [1])

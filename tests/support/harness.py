@@ -143,12 +143,20 @@ class Harness:
         self._check()
         if batch is not None:
             self.watch.check(batch)
+            self._check_budget()
             for holding in self.cache.holdings.values():
                 is_sealed = holding.receipt is None or holding.receipt.state_node is None
                 assert is_sealed, "a state lock outlives the batch that needed it"
             self._poison()
             self.runner.submit(batch)
         return batch
+
+    def _check_budget(self) -> None:
+        """A step computes no more prompt tokens than the config allows."""
+        planned = self.scheduler._in_flight[-1].planned
+        num_prefill = sum(row.num_tokens for row in planned if row.is_prefill)
+        limit = self.config.max_prefill_tokens
+        assert not limit or num_prefill <= limit, f"{num_prefill} prompt tokens in one step"
 
     def commit(self) -> None:
         """Commit the oldest step in flight."""
