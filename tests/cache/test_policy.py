@@ -132,7 +132,7 @@ def test_a_newer_tombstone_leaf_goes_before_an_older_leaf_with_a_state(
 ) -> None:
     tree = new_tree()
     grow(tree, prompts[0], 1, state=1)
-    grow(tree, prompts[1], 20)
+    grow(tree, prompts[1], 20, state=None)
     kv, states = tree.evict_kv(1)
     assert (kv.tolist(), states) == ([20, 21, 22, 23], [])
     kv, states = tree.evict_kv(1)
