@@ -58,6 +58,26 @@ def test_dropping_a_chunk_end_spares_what_another_donated() -> None:
     assert 27 in depths_along(h.cache.tree, record.tokens)
 
 
+def test_dropping_a_chunk_end_spares_what_took_its_place() -> None:
+    """As above, but the end of the chunk has been evicted when the other donates there."""
+    h = Driver(make_config(max_prefill_tokens=16, track_interval=0))
+    prompt = text(1, 12)
+    longer = prompt + reply(prompt, 15) + text(9, 60)
+    record = h.add(prompt, 16)
+    for _ in range(14):
+        h.step()
+    h.add(longer, 2)
+    h.step()
+    assert record.reason is None
+    assert 27 in depths_along(h.cache.tree, longer)
+    while 27 in depths_along(h.cache.tree, longer):
+        slot = h.cache.tree.evict_state()
+        assert slot is not None
+        h.cache.states.evict(slot)
+    h.close()
+    assert 27 in depths_along(h.cache.tree, record.tokens)
+
+
 def pin(h: Driver, prompt: list[int]) -> None:
     request = Request(
         request_id="pin",

@@ -34,6 +34,7 @@ SUITE = [
     "tests/conformance/test_regressions.py",
     "tests/scheduler/test_faulty_rows.py",
     "tests/scheduler/test_overlap.py",
+    "tests/scheduler/test_prefill_budget.py",
     "tests/cache/test_fates.py",
     "tests/cache/test_policy.py",
     "tests/cache/test_state_slots.py",
