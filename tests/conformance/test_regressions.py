@@ -130,6 +130,36 @@ def test_what_is_pinned_outlives_everybody(chunk: int, overlap: bool) -> None:
     h.close()
 
 
+@pytest.mark.parametrize(
+    ("n", "chunk", "every", "shared"), [(5, 1, 3, 1), (7, 2, 2, 2), (7, 1, 3, 3), (9, 2, 3, 2)]
+)
+def test_two_that_take_each_others_donation_both_get_on(
+    n: int, chunk: int, every: int, shared: int
+) -> None:
+    """Preempted in turn, each found its donation evicted or moved away by the other."""
+    h = Driver(
+        make_config(
+            max_requests=2,
+            states=2,
+            kv_slots=81,
+            max_context=80,
+            overlap=True,
+            force_preempt_every=every,
+            max_prefill_tokens=chunk,
+            track_interval=0,
+            min_gain=1,
+            max_checkpoints=1,
+        )
+    )
+    base = text(1, 20)
+    h.add(base, 6)
+    h.add(base[:shared] + text(2, n - shared), 1)
+    for _ in range(300):
+        h.step()
+    assert not h.scheduler.has_work
+    h.close()
+
+
 def test_no_cap_loses_the_prompts_end() -> None:
     try:
         h = Driver(make_config(max_checkpoints=0))

@@ -444,16 +444,19 @@ class Scheduler:
     def _force_preemption(self) -> None:
         """For tests: every N steps the youngest goes back to the queue.
 
-        Where it leaves nothing behind it must have gained a token first, or it never ends.
+        Where it leaves nothing behind it must have gained a token first, or it never ends; so must
+        the oldest of all, whose donation another may evict or move away before it is back.
         """
         every = self.config.force_preempt_every
         if every and self._step and self._step % every == 0 and self._forced_at != self._step:
             self._forced_at = self._step
             donates = self.config.prefix_cache and self.config.preempt_donate == "always"
+            oldest = min((s.arrival for s in self._states.values()), default=0)
             running = [
                 s
                 for s in self._running
-                if s.status is Status.RUNNING and (donates or len(s.tokens) > s.prefill_end)
+                if s.status is Status.RUNNING
+                and (len(s.tokens) > s.prefill_end or (donates and s.arrival > oldest))
             ]
             if running:
                 self._preempt(running[-1])
