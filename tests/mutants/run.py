@@ -41,7 +41,7 @@ SUITE = [
     "tests/conformance",
     "tests/cache",
 ]
-PYTEST = ["-q", "-m", "not long", "-k", "not w8", "--timeout=300", "-p", "no:cacheprovider"]
+PYTEST = ["-q", "-m", "not long", "--timeout=300", "-p", "no:cacheprovider"]
 PLUGIN = ["-p", "tests.mutants.found_by"]
 
 
