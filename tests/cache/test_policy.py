@@ -63,6 +63,15 @@ def test_tombstone_leaves_go_before_leaves_with_a_state(prompts: list[list[int]]
     assert tree.roots() == {}
 
 
+def test_a_tombstone_goes_first_though_it_was_used_last(prompts: list[list[int]]) -> None:
+    tree = new_tree()
+    grow(tree, prompts[0], 1, state=1)
+    grow(tree, prompts[1], 5, state=None)
+    touch(tree, prompts[1])
+    kv, states = tree.evict_kv(1)
+    assert (kv.tolist(), states) == ([5, 6, 7, 8], [])
+
+
 def test_a_tombstone_chain_goes_up_to_the_first_ancestor_worth_something() -> None:
     tree = new_tree()
     long = text(1, 12)
@@ -112,6 +121,18 @@ def test_what_was_evicted_is_remembered(prompts: list[list[int]]) -> None:
     assert match.reason is MissReason.EVICTED
     grow(tree, prompts[0], 1, state=1)
     assert tree.match_prefix(NOBODY, pack(prompts[0]), limit=4).reason is MissReason.NONE
+
+
+def test_what_came_back_is_not_called_evicted(prompts: list[list[int]]) -> None:
+    """It came back and was then superseded, which nobody counts as an eviction."""
+    tree = new_tree()
+    grow(tree, prompts[0], 1, state=1)
+    tree.evict_state()
+    grow(tree, prompts[0], 1, state=2)
+    tree.take_state(node_at(tree, prompts[0], 4), None)
+    match = tree.match_prefix(NOBODY, pack(prompts[0] + [9]), limit=5)
+    assert (match.num_kv_tokens, match.num_cached_tokens) == (4, 0)
+    assert match.reason is MissReason.NEVER_PLACED
 
 
 def test_offers_without_end_do_not_grow_the_heaps() -> None:

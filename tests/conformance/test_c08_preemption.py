@@ -8,6 +8,16 @@ from tests.support.drive import CHUNKS, Driver, computed, text
 from tests.support.harness import make_config
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("interval", [1, 8])
+def test_tracks_are_saved_exactly_at_the_multiples(interval: int, overlap: bool) -> None:
+    h = Driver(make_config(track_interval=interval, overlap=overlap))
+    h.serve(text(1, 21), 30)
+    saves = [save.depth for batch in h.runner.log[1:] for save in batch.saves]
+    assert saves == [d for d in range(22, 21 + 30) if d % interval == 0]
+    h.close()
+
+
 def repeated(h: Driver) -> int:
     """Positions computed more often than a run without preemption would have."""
     needed = sum(

@@ -75,6 +75,8 @@ def test_c20_with_tokens_in_flight_past_the_end(at: int, interval: int, ahead: i
     assert record.output == reply(PROMPT, at)
     h.drain()
     along = depths_along(h.cache.tree, record.tokens)
+    if ahead == 1:
+        assert max(along) == N + at, "the step in flight has consumed just what is kept"
     if interval == 1 and at > ahead:
         assert max(along) >= N + at - ahead, "a track is not far away"
     check_kept(h, record)

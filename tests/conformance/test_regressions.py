@@ -58,6 +58,26 @@ def test_dropping_a_chunk_end_spares_what_another_donated() -> None:
     assert 27 in depths_along(h.cache.tree, record.tokens)
 
 
+def test_dropping_a_chunk_end_spares_what_took_its_place() -> None:
+    """As above, but the end of the chunk has been evicted when the other donates there."""
+    h = Driver(make_config(max_prefill_tokens=16, track_interval=0))
+    prompt = text(1, 12)
+    longer = prompt + reply(prompt, 15) + text(9, 60)
+    record = h.add(prompt, 16)
+    for _ in range(14):
+        h.step()
+    h.add(longer, 2)
+    h.step()
+    assert record.reason is None
+    assert 27 in depths_along(h.cache.tree, longer)
+    while 27 in depths_along(h.cache.tree, longer):
+        slot = h.cache.tree.evict_state()
+        assert slot is not None
+        h.cache.states.evict(slot)
+    h.close()
+    assert 27 in depths_along(h.cache.tree, record.tokens)
+
+
 def pin(h: Driver, prompt: list[int]) -> None:
     request = Request(
         request_id="pin",
@@ -107,6 +127,36 @@ def test_what_is_pinned_outlives_everybody(chunk: int, overlap: bool) -> None:
     h.cache.flush()
     assert 30 in depths_along(h.cache.tree, warm)
     assert cached(h.serve([*warm, 7, 8], 2)) == (30, 30)
+    h.close()
+
+
+@pytest.mark.parametrize(
+    ("n", "chunk", "every", "shared"), [(5, 1, 3, 1), (7, 2, 2, 2), (7, 1, 3, 3), (9, 2, 3, 2)]
+)
+def test_two_that_take_each_others_donation_both_get_on(
+    n: int, chunk: int, every: int, shared: int
+) -> None:
+    """Preempted in turn, each found its donation evicted or moved away by the other."""
+    h = Driver(
+        make_config(
+            max_requests=2,
+            states=2,
+            kv_slots=81,
+            max_context=80,
+            overlap=True,
+            force_preempt_every=every,
+            max_prefill_tokens=chunk,
+            track_interval=0,
+            min_gain=1,
+            max_checkpoints=1,
+        )
+    )
+    base = text(1, 20)
+    h.add(base, 6)
+    h.add(base[:shared] + text(2, n - shared), 1)
+    for _ in range(300):
+        h.step()
+    assert not h.scheduler.has_work
     h.close()
 
 

@@ -34,13 +34,14 @@ SUITE = [
     "tests/conformance/test_regressions.py",
     "tests/scheduler/test_faulty_rows.py",
     "tests/scheduler/test_overlap.py",
+    "tests/scheduler/test_prefill_budget.py",
     "tests/cache/test_fates.py",
     "tests/cache/test_policy.py",
     "tests/cache/test_state_slots.py",
     "tests/conformance",
     "tests/cache",
 ]
-PYTEST = ["-q", "-m", "not long", "-k", "not w8", "--timeout=300", "-p", "no:cacheprovider"]
+PYTEST = ["-q", "-m", "not long", "--timeout=300", "-p", "no:cacheprovider"]
 PLUGIN = ["-p", "tests.mutants.found_by"]
 
 
