@@ -159,11 +159,12 @@ def compare(item: Item, reference: Reference, tally: Tally, chunk: int) -> None:
 def run(engines: DemoEngines, count: int, seed: int = 0, **options: object) -> Tally:
     """``count`` schedules; the chunk size goes round, the rest comes from ``options``."""
     rng = random.Random(seed)
-    reference = Reference(engines.make(prefix_cache=False, max_requests=1))
+    reference = Reference(engines.make(prefix_cache=False, max_requests=1, num_threads=1))
     tally = Tally()
     for number in range(count):
         chunk = CHUNKS[number % len(CHUNKS)]
-        choices = {"max_requests": rng.choice([2, 4, 8]), "states": rng.choice([12, 40])}
+        choices: dict[str, object] = {"num_threads": 1}
+        choices |= {"max_requests": rng.choice([2, 4, 8]), "states": rng.choice([12, 40])}
         choices["track_interval"] = rng.choice([0, 4, 256])
         choices["check_invariants"] = number % 8 == 0
         engine = engines.make(max_prefill_tokens=chunk, **{**choices, **options})
