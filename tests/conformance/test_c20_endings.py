@@ -124,5 +124,7 @@ def test_a_stop_string_that_keeps_none_of_its_token(at: int, overlap: bool) -> N
     assert record.output == reply(PROMPT, at)[:-1]
     along = depths_along(h.cache.tree, record.tokens)
     assert N - 1 in along
+    assert record.state.num_output_tokens == at - 1
+    assert h.cache.tree.num_tokens <= len(record.tokens), "no KV of a token that was cut off"
     assert max(along) <= len(record.tokens)
     h.finish()

@@ -66,6 +66,8 @@ def run(root: Path) -> dict[str, str]:
         capture_output=True,
         text=True,
     )
+    if done.returncode < 0:
+        return {"killed": f"signal {-done.returncode}"}
     if not verdict.exists():
         return {"broken": (done.stdout + done.stderr)[-300:]}
     return {**json.loads(verdict.read_text()), "seconds": f"{time.monotonic() - started:.0f}"}
@@ -80,7 +82,8 @@ def row(number: int, fault: Fault, verdict: dict[str, str]) -> str:
         what = verdict["oracle"] + (f": {verdict['message']}" if verdict["message"] else "")
     else:
         by = "SURVIVES"
-        what = verdict.get("tripped", verdict.get("broken", "nothing failed"))
+        what = verdict.get("tripped") or verdict.get("broken") or verdict.get("killed")
+        what = what or "nothing failed"
     what = what.replace("|", "\\|").replace("\n", " ")[:110]
     return f"| {number} | {fault.name} | {fault.place} | {by} | {what} |"
 
@@ -127,6 +130,8 @@ def main() -> int:
         for number, fault in enumerate(faults, 1):
             with fault.planted(root):
                 verdict = run(root)
+                if "killed" in verdict:  # by somebody else: that says nothing about the fault
+                    verdict = run(root)
             num_found += "test" in verdict
             rows.append(row(number, fault, verdict))
             print(rows[-1], f"{verdict.get('seconds', '?')} s", flush=True)
