@@ -21,8 +21,9 @@ from hyradix.engine.messages import (
     PoolStats,
     RequestOutput,
     TokenLogprob,
+    refusal_of,
 )
-from hyradix.engine.process import ProgressCallback, refusal_of
+from hyradix.engine.process import ProgressCallback
 from hyradix.errors import ConfigError, QueueFullError, RequestFailedError
 from hyradix.request import FinishReason, MissReason, Request
 from tests.support.fake_text import EOS, VOCAB_SIZE

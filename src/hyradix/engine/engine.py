@@ -19,6 +19,7 @@ from hyradix.engine.messages import (
     EngineStats,
     RequestOutput,
     TokenLogprob,
+    refusal_of,
 )
 from hyradix.engine.statistics import collect_stats, view_cache
 from hyradix.errors import HyradixError, RequestFailedError
@@ -65,7 +66,7 @@ class Engine:
         try:
             self.scheduler.add(request)
         except HyradixError as error:
-            return _refusal(request, error)
+            return refusal_of(request, error)
         self._replies[request.request_id] = _Reply(OutputStream(self._tokenizer, request.sampling))
         return None
 
@@ -193,15 +194,3 @@ class Engine:
             return False
         self.scheduler.cache.flush()
         return True
-
-
-def _refusal(request: Request, error: HyradixError) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id,
-        finish_reason=FinishReason.ERROR,
-        error=error.message,
-        error_code=error.code,
-        error_status=error.status,
-        error_param=error.param,
-        num_prompt_tokens=request.num_prompt_tokens,
-    )

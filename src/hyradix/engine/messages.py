@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hyradix.errors import HyradixError
 from hyradix.request import FinishReason, MissReason, Request
 
 
@@ -49,6 +50,19 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     def is_finished(self) -> bool:
         """Whether this is the last output of its request."""
         return self.finish_reason is not None
+
+
+def refusal_of(request: Request, error: HyradixError) -> RequestOutput:
+    """The final output of a request that ``error`` kept out."""
+    return RequestOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error=error.message,
+        error_code=error.code,
+        error_status=error.status,
+        error_param=error.param,
+        num_prompt_tokens=request.num_prompt_tokens,
+    )
 
 
 class PoolStats(msgspec.Struct, kw_only=True):

@@ -46,10 +46,11 @@ from hyradix.engine.messages import (
     Stats,
     Submit,
     ToEngine,
+    refusal_of,
 )
 from hyradix.engine.step_log import StepLog, pool_lines
 from hyradix.errors import HyradixError
-from hyradix.request import FinishReason, Request
+from hyradix.request import Request
 
 IDLE_POLL_MS = 500
 """How long an idle engine sleeps on its socket before it looks at its flags."""
@@ -196,19 +197,6 @@ class EngineLoop:
         if outputs:
             self._open_ids.difference_update(o.request_id for o in outputs if o.is_finished)
             self._channel.send(Outputs(outputs=outputs))
-
-
-def refusal_of(request: Request, error: HyradixError) -> RequestOutput:
-    """The final output of a request that ``error`` kept out."""
-    return RequestOutput(
-        request_id=request.request_id,
-        finish_reason=FinishReason.ERROR,
-        error=error.message,
-        error_code=error.code,
-        error_status=error.status,
-        error_param=error.param,
-        num_prompt_tokens=request.num_prompt_tokens,
-    )
 
 
 def engine_main(settings: Settings, channel: EngineChannel, factory: EngineFactory) -> int:
