@@ -48,7 +48,7 @@ def test_computed_equals_allocated(mode, has_channel_decay, is_chain, hidden_siz
     tensors = allocated(mode, model, spec, "cpu")
     assert physical_bytes(*tensors.values()) == spec_bytes(mode, model, spec).peak
     assert (
-        tensors["conv"].shape[-1]
+        tensors["conv"].shape[-2]
         == {
             ("snapshot", True): 8 + 2,
             ("snapshot", False): 3 + 8,

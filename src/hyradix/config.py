@@ -10,11 +10,21 @@ Read next: ``request.py``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 
 from hyradix.errors import ConfigError
+from hyradix.spec_config import (
+    DECODE_LOG,
+    PROPOSERS,
+    ProposerName,
+    SpecConfig,
+    draft_shape,
+    log_rows,
+    refused,
+)
+from hyradix.state_bytes import MODES, RecurrentShape, SpecShape, spec_bytes
 
 MIB = 1 << 20
 MAX_THREADS = 512
@@ -36,6 +46,14 @@ class ModelFacts:
     """Recurrent state and conv window of one sequence, all recurrent layers."""
     eos_token_ids: tuple[int, ...]
     weight_bytes: int = 0
+    recurrent: RecurrentShape | None = None
+    """The recurrent layers; needed where drafts or a log are asked for."""
+    hidden_bytes: int = 0
+    """A last hidden state, which draft heads need beside each recurrent state."""
+    draft_kv_bytes: int = 0
+    """K and V of one token in the draft layer of ``mtp``."""
+    proposers: tuple[ProposerName, ...] = ("ngram",)
+    """Those that need no weights, or whose weights the checkpoint has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +111,17 @@ class Settings:
     pin: bool = False
     """Never evict the prefixes of the warm-up prompts."""
     seed: int | None = None
+    spec: str = "off"
+    """Who proposes draft tokens: off, ngram, mtp or frozen_kv_mtp."""
+    spec_state: str = "auto"
+    """How recurrent state is kept under drafts: auto, snapshot, replay or log."""
+    spec_topk: int | None = None
+    """Children of a draft node; without topk, steps and nodes the shape is chosen every round."""
+    spec_steps: int | None = None
+    spec_nodes: int | None = None
+    """Nodes verified in a round, the root included."""
+    decode_log: int | None = None
+    """Rows of the state log; 0: decode in place."""
 
     @classmethod
     def from_options(cls, **options: object) -> Settings:
@@ -139,6 +168,25 @@ class EngineConfig:
     preempt_donate: str
     max_queue: int
     check_invariants: bool
+    spec: SpecConfig | None
+    """None: no drafts."""
+    num_log_rows: int
+    """R: rows of the state log of each request; 0: there is none."""
+    draft_bytes: int
+    """Buffers of all requests beside the pools, for drafts and the log."""
+
+    @property
+    def defers_state(self) -> bool:
+        """Whether a decoding row's working state may lag behind what it has consumed.
+
+        Then it needs a ``StateFold`` before it can be donated.
+        """
+        return self.num_log_rows > 0 or (self.spec is not None and self.spec.state != "snapshot")
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the request table: draft nodes may stand past the longest context."""
+        return self.max_context + (self.spec.num_slots if self.spec is not None else 0)
 
     @property
     def kv_pool_bytes(self) -> int:
@@ -156,7 +204,11 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
     check_settings(settings)
     max_requests = settings.max_requests or (32 if device.kind == "cpu" else 256)
     max_context = context_limit(settings.max_context, model.max_position)
-    num_kv_slots, num_states = _divide(settings, model, device, max_requests, max_context)
+    spec = _spec(settings, model)
+    num_log_rows = _num_log_rows(settings, device, spec)
+    model = _with_drafts(model, spec)
+    draft_bytes = _draft_bytes(model, spec, num_log_rows, max_requests)
+    num_kv_slots, num_states = _divide(settings, model, device, max_requests, draft_bytes)
     if num_states < max_requests:
         raise ConfigError(
             f"--states {num_states} is less than --max-requests {max_requests}: every running "
@@ -189,7 +241,87 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
         preempt_donate=settings.preempt_donate,
         max_queue=settings.max_queue,
         check_invariants=settings.check_invariants,
+        spec=spec,
+        num_log_rows=num_log_rows,
+        draft_bytes=draft_bytes,
     )
+
+
+AUTOMATIC_SHAPES = {"ngram": (4, 7, 32), "mtp": (4, 5, 32), "frozen_kv_mtp": (4, 5, 32)}
+"""topk, steps and nodes of the largest tree that the automatic choice may take."""
+
+
+def _with_drafts(model: ModelFacts, spec: SpecConfig | None) -> ModelFacts:
+    """The same model with what a draft head adds to every slot of the pools."""
+    if spec is None or spec.proposer == "ngram":
+        return model
+    layer = model.draft_kv_bytes if spec.proposer == "mtp" else 0
+    return replace(
+        model,
+        kv_bytes_per_slot=model.kv_bytes_per_slot + layer,
+        state_bytes_per_slot=model.state_bytes_per_slot + model.hidden_bytes,
+    )
+
+
+def _draft_bytes(
+    model: ModelFacts, spec: SpecConfig | None, num_log_rows: int, max_requests: int
+) -> int:
+    """Bytes of ``state_bytes.buffers`` for what was decided."""
+    if spec is None and not num_log_rows:
+        return 0
+    if model.recurrent is None:  # a fake model: its buffers cost nothing
+        return 0
+    if spec is None:
+        plain = SpecShape(num_requests=max_requests, num_nodes=1, num_log_rows=num_log_rows)
+        return spec_bytes("log", model.recurrent, plain).peak
+    has_hidden = spec.proposer != "ngram"
+    recurrent = model.recurrent
+    if has_hidden:
+        recurrent = replace(recurrent, hidden_size=model.hidden_bytes // recurrent.hidden_bytes)
+    shape = spec.shape.spec_shape(max_requests, num_log_rows)
+    return spec_bytes(spec.state, recurrent, shape).peak
+
+
+def _spec(settings: Settings, model: ModelFacts) -> SpecConfig | None:
+    """What was asked for about drafts, decided."""
+    proposer = next((name for name in PROPOSERS if name == settings.spec), None)
+    given = (settings.spec_topk, settings.spec_steps, settings.spec_nodes)
+    shape = draft_shape(*given)
+    if proposer is None:
+        if shape is not None or settings.spec_state != "auto":
+            name = "spec_state" if shape is None else "spec_steps"
+            value = getattr(settings, name)
+            raise refused("spec", "off", f"--{name.replace('_', '-')} {value} needs drafts", "mtp")
+        return None
+    if proposer not in model.proposers:
+        reason = f"{model.name} has no weights for it"
+        raise refused("spec", proposer, reason, model.proposers[-1])
+    is_automatic = shape is None
+    shape = shape or draft_shape(*AUTOMATIC_SHAPES[proposer])
+    assert shape is not None
+    mode = next((mode for mode in MODES if mode == settings.spec_state), None)
+    if mode is None:  # auto: a chain's states are few; a tree's would be many
+        mode = "snapshot" if shape.is_chain and shape.steps <= 4 else "log"
+    return SpecConfig(proposer=proposer, state=mode, shape=shape, is_automatic=is_automatic)
+
+
+def _num_log_rows(settings: Settings, device: DeviceFacts, spec: SpecConfig | None) -> int:
+    """R. Decode in place on the CPU, through the log on a GPU, unless told."""
+    rounds = 2 if settings.overlap else 1
+    wanted = settings.decode_log
+    if spec is not None:
+        if spec.state == "log":
+            return log_rows(wanted, spec.shape, rounds=rounds)
+        if wanted:
+            reason = f"--spec-state {spec.state} keeps no log"
+            raise refused("decode_log", wanted, reason, 0)
+        return 0
+    if wanted is None:
+        return 0 if device.kind == "cpu" else DECODE_LOG
+    if wanted and wanted < rounds:
+        reason = "with overlap the log must hold the tokens of two steps"
+        raise refused("decode_log", wanted, reason, rounds)
+    return wanted
 
 
 def _dtype(settings: Settings, device: DeviceFacts) -> str:
@@ -208,7 +340,7 @@ def _divide(
     model: ModelFacts,
     device: DeviceFacts,
     max_requests: int,
-    max_context: int,
+    draft_bytes: int,
 ) -> tuple[int, int]:
     if settings.kv_slots is not None and settings.states is not None:
         return settings.kv_slots, settings.states
@@ -224,6 +356,7 @@ def _divide(
         kv_bytes=model.kv_bytes_per_slot,
         state_bytes=state_bytes,
         tokens_per_state=settings.tokens_per_state,
+        draft_bytes=draft_bytes,
         kv_slots=settings.kv_slots,
         states=settings.states,
     )
@@ -280,6 +413,7 @@ def check_settings(s: Settings) -> None:
         "max_checkpoints",
         "track_interval",
         "force_preempt_every",
+        "decode_log",
     ):
         value = getattr(s, name)
         if value is not None and value < 0:
@@ -292,6 +426,8 @@ def check_settings(s: Settings) -> None:
         "order": ("fcfs", "longest_prefix"),
         "preempt_donate": ("always", "never"),
         "device": ("auto", "cpu", "cuda"),
+        "spec": ("off", *PROPOSERS),
+        "spec_state": ("auto", *MODES),
     }
     for name, allowed in choices.items():
         if getattr(s, name) not in allowed:

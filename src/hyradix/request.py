@@ -259,7 +259,21 @@ class StateSave:
     """While running request row ``row``, write the state at exactly ``depth`` to ``slot``.
 
     start < depth <= start + num_tokens of that row in this step. At depth == start + num_tokens
-    this equals a copy of the working state after the forward.
+    this equals a copy of the working state after the forward. Of a row with drafts: depth <=
+    start + max_accepted, and nothing is written if fewer tokens than that are consumed.
+    """
+
+    row: int
+    slot: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateFold:
+    """After the forward: bring what ``row`` has logged or held, up to ``depth``, into its state.
+
+    ``slot``: its working state, which is exactly at ``depth`` afterwards. What the row has logged
+    past ``depth`` is dropped. The row itself is in no forward of this step.
     """
 
     row: int
@@ -288,7 +302,10 @@ class RowUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """What one step does. Order: row_inits, token and KV updates, state_ops, forward, saves.
+    """What one step does.
+
+    Order: row_inits, token and KV updates, state_ops, forward with saves, folds. A step may have
+    no rows, only folds.
 
     Per scheduled row (all ``[N]``; a row appears at most once):
         rows: request-table row.
@@ -298,8 +315,16 @@ class ScheduledBatch:
             shared from the tree and only read (a state is being rebuilt over them).
         state_slots: the working state, read and updated in place.
         samples: whether a token is sampled from the logits of the last position.
+        max_nodes: nodes that a draft tree may have here, its root (the token at ``starts``)
+            included; 1: a decode without drafts; 0: a prefill, never drafted for.
+        max_accepted: positions that may be consumed at most; 1 where max_nodes <= 1.
+        committed: depth that the host has committed: nothing past it may be folded away.
 
-    A prefill of one token and a decode step look the same, and are the same.
+    Without drafts and log a prefill of one token and a decode step are the same. With drafts
+    ``num_tokens`` is 1 (the root); how many positions were consumed comes back as
+    ``StepOutput.num_tokens``. Node t of row i has the KV slot at table column starts[i] + t; after
+    the forward the columns are reordered (``slot_order``), on both planes alike. No other step in
+    flight names a row whose max_nodes exceeds 1.
     """
 
     step: int
@@ -309,11 +334,15 @@ class ScheduledBatch:
     write_from: Int32Array
     state_slots: Int32Array
     samples: BoolArray
+    max_nodes: Int32Array
+    max_accepted: Int32Array
+    committed: Int32Array
     row_inits: tuple[RowInit, ...] = ()
     token_updates: tuple[RowUpdate, ...] = ()
     kv_updates: tuple[RowUpdate, ...] = ()
     state_ops: tuple[StateOp, ...] = ()
     saves: tuple[StateSave, ...] = ()
+    folds: tuple[StateFold, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -351,9 +380,13 @@ class StepOutput:
 
     rows: ``int32[M]`` request rows that sampled.
     token_ids: ``int32[M, K]``, padded with -1 (K = 1 without drafts).
-    num_tokens: ``int32[M]`` valid tokens per row (accepted drafts + 1).
+    num_tokens: ``int32[M]`` valid tokens per row (accepted drafts + 1) = positions consumed, for
+        rows that are decodes.
+    paths: ``int32[M, K]`` nodes of the draft tree that were consumed, the root (0) first, padded
+        with -1.
+    num_nodes: ``int32[M]`` nodes that were verified, the root included.
     is_faulty: ``bool[M]`` the row's logits were not finite; its tokens mean nothing.
-    logprobs: one entry per sampling row, None where not asked for.
+    logprobs: one entry per sampling row, of all its tokens; None where not asked for.
     """
 
     step: int
@@ -361,8 +394,21 @@ class StepOutput:
     token_ids: Int32Array
     num_tokens: Int32Array
     is_faulty: BoolArray
+    paths: Int32Array
+    num_nodes: Int32Array
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = field(default=())
+
+
+def slot_order(path: Int32Array, num_nodes: int) -> Int32Array:
+    """Where the slots of a row's nodes go once ``path`` is consumed: ``int32[num_nodes]``.
+
+    The new columns start.. are the old ones at start + slot_order: the path's first, root first,
+    then the others in ascending order. No data moves, and no slot is lost.
+    """
+    is_other = np.ones(num_nodes, np.bool_)
+    is_other[path] = False
+    return np.concatenate([path, np.flatnonzero(is_other)]).astype(np.int32)
 
 
 class Runner(Protocol):

@@ -141,7 +141,7 @@ def buffers(mode: SpecStateMode, model: RecurrentShape, spec: SpecShape) -> tupl
 
     ``snapshot``: ``states`` of all nodes and layers. ``replay``: ``states`` of one layer (no L_r),
     inputs k, v, g, beta, compacted to the accepted ones in place. ``log``: rows k, u, g, the log's
-    before the nodes'. All: raw columns ``conv`` ``[L_r, N+1, C, columns]`` and, with mtp,
+    before the nodes'. All: raw columns ``conv`` ``[L_r, N+1, columns, C]`` and, with mtp,
     ``hidden`` (no L_r).
     """
     nodes, rows = spec.num_nodes, spec.num_nodes
@@ -197,7 +197,7 @@ def _conv(
     )
     return Buffer(
         name="conv",
-        shape=(model.num_layers, spec.num_requests + 1, model.conv_channels, columns),
+        shape=(model.num_layers, spec.num_requests + 1, columns, model.conv_channels),
         element_bytes=model.conv_bytes,
         num_requests=spec.num_requests + 1,
         num_rows=columns,

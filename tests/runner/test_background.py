@@ -21,12 +21,16 @@ def batch(step: int) -> ScheduledBatch:
         write_from=none,
         state_slots=none,
         samples=np.empty(0, np.bool_),
+        max_nodes=none,
+        max_accepted=none,
+        committed=none,
     )
 
 
 def output(step: int) -> StepOutput:
     none = np.empty(0, np.int32)
-    return StepOutput(step, none, none.reshape(0, 1), none, np.empty(0, np.bool_))
+    empty = none.reshape(0, 1)
+    return StepOutput(step, none, empty, none, np.empty(0, np.bool_), empty, none)
 
 
 def test_submit_returns_before_the_step_has_run_and_order_is_kept() -> None:

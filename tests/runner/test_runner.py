@@ -95,7 +95,10 @@ def test_a_step_of_state_ops_alone_and_one_that_samples_nothing(model):
     assert len(out.rows) == 0
     none = np.zeros(0, np.int32)
     op = StateOp(StateOpKind.COPY, 9, player.rows[row].state)
-    batch = ScheduledBatch(7, none, none, none, none, none, none.astype(np.bool_), state_ops=(op,))
+    no_flags = none.astype(np.bool_)
+    batch = ScheduledBatch(
+        7, none, none, none, none, none, no_flags, none, none, none, state_ops=(op,)
+    )
     player.runner.submit(batch)
     out = player.runner.collect()
     assert out.step == 7

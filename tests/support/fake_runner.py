@@ -128,6 +128,8 @@ class FakeRunner:
             token_ids=np.array([[t] for _, t in sampled], dtype=np.int32).reshape(-1, 1),
             num_tokens=np.ones(len(sampled), dtype=np.int32),
             is_faulty=np.zeros(len(sampled), dtype=np.bool_),
+            paths=np.zeros((len(sampled), 1), dtype=np.int32),
+            num_nodes=np.ones(len(sampled), dtype=np.int32),
         )
 
     def _source(self, op) -> int | None:

@@ -222,6 +222,8 @@ class ClosedLoop:
             token_ids=table,
             num_tokens=np.array([len(part) for part in tokens], dtype=np.int32),
             is_faulty=np.zeros(len(tokens), dtype=np.bool_),
+            paths=np.zeros((len(tokens), 1), dtype=np.int32),
+            num_nodes=np.ones(len(tokens), dtype=np.int32),
         )
 
     def _note_peak(self) -> None:

@@ -18,6 +18,7 @@ from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.errors import ConfigError, ModelLoadError
 from hyradix.models.config import CacheConfig, RawConfig
 from hyradix.models.registry import find_family
+from hyradix.spec_config import DraftShape, draft_shape, log_rows, refused
 from hyradix.state_bytes import (
     MODES,
     RecurrentShape,
@@ -31,38 +32,18 @@ from hyradix.text.model_files import read_json
 _DEFAULTS = Settings()
 PLAIN = "plain"
 """The one row of a plan without drafts."""
-DECODE_LOG = 16
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOptions:
-    """``--spec-topk``, ``-steps``, ``-nodes`` (T, with the root) and ``--decode-log`` (R)."""
+class DraftOptions(DraftShape):
+    """A shape of drafts, and ``--decode-log`` (R)."""
 
-    topk: int
-    steps: int
-    nodes: int
     decode_log: int
-
-    @property
-    def is_chain(self) -> bool:
-        """No two nodes share a parent."""
-        return self.topk == 1
-
-    @property
-    def beam_nodes(self) -> int:
-        """Nodes that a beam can fill: topk children of the root, then topk^2 candidates a step."""
-        return 1 + self.topk + (self.steps - 1) * self.topk**2
 
     def shape(self, num_requests: int) -> SpecShape:
         """For ``state_bytes``."""
-        return SpecShape(
-            num_requests=num_requests,
-            num_nodes=self.nodes,
-            num_log_rows=self.decode_log,
-            max_accepted=self.steps + 1,
-            is_chain=self.is_chain,
-        )
+        return self.spec_shape(num_requests, self.decode_log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,40 +143,16 @@ def draft_options(
 ) -> DraftOptions | None:
     """Defaults filled in; None when nothing about drafts is given.
 
-    topk: 1. nodes: all that topk and steps can fill. decode_log: 16, or what one round can accept.
     Raises ``ConfigError`` for a combination that cannot be, with the nearest one that can.
     """
-    if topk is None and steps is None and nodes is None:
+    shape = draft_shape(topk, steps, nodes)
+    if shape is None:
         return None
-    if steps is None:
-        raise ConfigError("drafts need --spec-steps, how deep they are", param="spec_steps")
-    topk = 1 if topk is None else topk
-    for name, value in (("topk", topk), ("steps", steps)):
-        if value < 1:
-            raise _refused(f"spec_{name}", value, "drafts need at least 1", 1)
-    full = sum(topk**depth for depth in range(min(steps, 64) + 1)) if topk > 1 else steps + 1
-    deepest = steps + 1
-    if decode_log is None:
-        decode_log = max(DECODE_LOG, deepest)
-    drafts = DraftOptions(topk=topk, steps=steps, nodes=deepest, decode_log=decode_log)
-    nodes = drafts.beam_nodes if nodes is None else nodes
-    if nodes < deepest:
-        reason = f"{steps} steps below the root are {deepest} nodes"
-        raise _refused("spec_nodes", nodes, reason, deepest)
-    if nodes > full:
-        reason = f"--spec-topk {topk} and --spec-steps {steps} give at most {full} nodes"
-        raise _refused("spec_nodes", nodes, reason, full)
-    if decode_log < deepest:
-        reason = f"the log must hold the {deepest} tokens that one round can accept"
-        raise _refused("decode_log", decode_log, reason, deepest)
-    return DraftOptions(topk=topk, steps=steps, nodes=nodes, decode_log=decode_log)
-
-
-def _refused(name: str, value: int, reason: str, nearest: int) -> ConfigError:
-    option = f"--{name.replace('_', '-')}"
-    return ConfigError(
-        f"{option} {value} is impossible: {reason}; the nearest valid choice is {option} {nearest}",
-        param=name,
+    return DraftOptions(
+        topk=shape.topk,
+        steps=shape.steps,
+        nodes=shape.nodes,
+        decode_log=log_rows(decode_log, shape),
     )
 
 
@@ -227,9 +184,9 @@ def _check(options: PlanOptions) -> None:
     }
     for name, value in given.items():
         if value is not None and value < 1:
-            raise _refused(name, value, "it must be positive", 1)
+            raise refused(name, value, "it must be positive", 1)
     if options.decode_log < 0:
-        raise _refused("decode_log", options.decode_log, "it must not be negative", 0)
+        raise refused("decode_log", options.decode_log, "it must not be negative", 0)
 
 
 def mode_bytes(mode: str, shape: RecurrentShape, options: PlanOptions, n: int) -> SpecBytes:

@@ -61,6 +61,9 @@ def model_facts(
         state_bytes_per_slot=config.state_bytes_per_slot,
         eos_token_ids=config.eos_token_ids,
         weight_bytes=sum(math.prod(shape) for shape in shapes.values()) * element_bytes,
+        recurrent=config.recurrent_shape(4 if device == "cpu" else element_bytes),
+        hidden_bytes=4 * config.hidden_size,
+        draft_kv_bytes=0,
     )
 
 

@@ -119,6 +119,9 @@ class ModelRunner:
             write_from=one + 1,  # nothing is written to the KV pool
             state_slots=one,
             samples=np.ones(1, np.bool_),
+            max_nodes=one,
+            max_accepted=one + 1,
+            committed=one,
         )
         with torch.inference_mode():
             self.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
@@ -184,6 +187,8 @@ class ModelRunner:
             token_ids=result.token_ids.reshape(-1, 1),
             num_tokens=np.ones(len(rows), np.int32),
             is_faulty=result.is_faulty,
+            paths=np.zeros((len(rows), 1), np.int32),
+            num_nodes=np.ones(len(rows), np.int32),
             logprobs=result.logprobs,
             prompt_logprobs=prompts,
         )
@@ -192,6 +197,7 @@ class ModelRunner:
 def _nothing(step: int, prompts: tuple[PromptLogprobs, ...] = ()) -> StepOutput:
     """A step in which no row sampled."""
     none = np.zeros(0, np.int32)
+    empty = none.reshape(0, 1)
     return StepOutput(
-        step, none, none.reshape(0, 1), none, np.zeros(0, np.bool_), prompt_logprobs=prompts
+        step, none, empty, none, np.zeros(0, np.bool_), empty, none, prompt_logprobs=prompts
     )

@@ -14,6 +14,7 @@ from hyradix.request import (
     RowInit,
     RowUpdate,
     ScheduledBatch,
+    StateFold,
     StateOp,
     StateSave,
 )
@@ -30,6 +31,9 @@ class PlannedRow:
     num_tokens: int
     samples: bool
     is_prefill: bool
+    max_nodes: int = 0
+    """Nodes of a draft tree, its root included; 1: a decode without drafts; 0: a prefill."""
+    max_accepted: int = 1
 
     @property
     def end(self) -> int:
@@ -50,6 +54,7 @@ class BatchBuilder:
     kv_updates: list[RowUpdate] = field(default_factory=list)
     state_ops: list[StateOp] = field(default_factory=list)
     saves: list[StateSave] = field(default_factory=list)
+    folds: list[StateFold] = field(default_factory=list)
 
     def add_row(self, planned: PlannedRow, *, write_from: int, state_slot: int) -> None:
         """Schedule one request."""
@@ -72,9 +77,13 @@ class BatchBuilder:
             write_from=np.array(self.write_from, dtype=np.int32),
             state_slots=np.array(self.state_slots, dtype=np.int32),
             samples=np.array([p.samples for p in self.planned], dtype=np.bool_),
+            max_nodes=np.array([p.max_nodes for p in self.planned], dtype=np.int32),
+            max_accepted=np.array([p.max_accepted for p in self.planned], dtype=np.int32),
+            committed=np.array([p.state.num_computed_tokens for p in self.planned], dtype=np.int32),
             row_inits=tuple(self.row_inits),
             token_updates=tuple(self.token_updates),
             kv_updates=tuple(self.kv_updates),
             state_ops=tuple(self.state_ops),
             saves=tuple(self.saves),
+            folds=tuple(self.folds),
         )

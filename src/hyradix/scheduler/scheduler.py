@@ -264,6 +264,7 @@ class Scheduler:
             num_tokens=count,
             samples=start + count >= state.num_known_tokens,
             is_prefill=start < state.prefill_end,
+            max_nodes=int(start >= state.prefill_end),
         )
         update = self.cache.extend(holding, max(planned.end, num_slots))
         if update is not None:

@@ -46,6 +46,13 @@ HELP = {
     "ready.",
     "warmups": "Another way to ask for warm-up prompts: kda_cache.",
     "pin": "Never evict the prefixes of the warm-up prompts.",
+    "spec": "Draft tokens: off, ngram (look up the prompt), mtp or frozen_kv_mtp (draft heads).",
+    "spec_state": "How recurrent state is kept under drafts: auto, snapshot, replay or log.",
+    "spec_topk": "Children of a draft node; 1: a chain. (default: the shape is chosen each round)",
+    "spec_steps": "Depth of the drafts.",
+    "spec_nodes": "Nodes verified in a round, the root included. (default: all drafted)",
+    "decode_log": "Rows of the state log; 0: decode in place. (default: 0 on the CPU, 16 on a "
+    "GPU and with --spec-state log)",
     "seed": "Seed for requests that bring none. (default: random)",
 }
 

@@ -1,0 +1,98 @@
+"""The draft trees of one step, one after the other: the flat form that compiled kernels take.
+
+Owns: the numpy tables that all layers share, and how they follow from parents.
+Does not know: tokens, pools, which mode keeps the states.
+
+Invariants: those of ``topology.py``; there is no padding here, trees have their own lengths. A
+path is listed root first, its own node last.
+Read next: ``topology.py`` (the padded twin).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTrees:
+    """M trees with ``total`` nodes.
+
+    cu_nodes: ``int32[M+1]``. parents: ``int32[total]`` node numbers within the own tree, -1 at a
+    root. depths: ``int32[total]``, 0 at a root. path_offsets: ``int32[total+1]``, path_nodes:
+    ``int32[*]``: the path of node i is path_nodes[path_offsets[i] : path_offsets[i+1]], as node
+    numbers within the own tree.
+    """
+
+    cu_nodes: Int32Array
+    parents: Int32Array
+    depths: Int32Array
+    path_offsets: Int32Array
+    path_nodes: Int32Array
+
+    @property
+    def num_trees(self) -> int:
+        """M."""
+        return len(self.cu_nodes) - 1
+
+    @classmethod
+    def of(cls, cu_nodes: Int32Array, parents: Int32Array) -> FlatTrees:
+        """Describe trees. Cost: once a step; proportional to the lengths of all paths."""
+        bases = np.repeat(cu_nodes[:-1], np.diff(cu_nodes)).tolist()
+        paths: list[list[int]] = []
+        for i, (parent, base) in enumerate(zip(parents.tolist(), bases, strict=True)):
+            above = paths[base + parent] if parent >= 0 else []
+            paths.append([*above, i - base])
+        lengths = np.array([len(path) for path in paths], np.int32)
+        offsets = np.zeros(len(paths) + 1, np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        nodes = np.array([node for path in paths for node in path], np.int32)
+        return cls(cu_nodes, parents, lengths - np.int32(1), offsets, nodes)
+
+    def path(self, tree: int, node: int) -> Int32Array:
+        """Nodes of tree ``tree`` from its root to ``node``, both included."""
+        i = int(self.cu_nodes[tree]) + node
+        return self.path_nodes[self.path_offsets[i] : self.path_offsets[i + 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedTrees:
+    """What a recurrent layer needs of a step's trees.
+
+    first_token: ``int32[M]``: token of the step (row of ``projected``) at which a tree begins.
+    slots: ``int32[M]`` base states, never written by a verify. rows: ``int32[M]`` of the draft
+    buffers. num_log_rows: ``int32[M]`` valid log rows, ancestors of every node (0 without a log).
+    taps: ``int32[total, K]``: the raw columns that a node's convolution sees, oldest first, its
+    own last. A value c >= 0 is column c of the row's ``conv`` buffer; c < 0 is column -1 - c of the
+    base's window in the state pool.
+    """
+
+    trees: FlatTrees
+    first_token: Int32Array
+    slots: Int32Array
+    rows: Int32Array
+    num_log_rows: Int32Array
+    taps: Int32Array
+
+
+def taps_of(
+    trees: FlatTrees, num_log_rows: Int32Array, *, width: int, first_node: int, first_row: int
+) -> Int32Array:
+    """``RaggedTrees.taps`` for buffers whose node t has column ``first_node`` + t.
+
+    Row j of the log has column ``first_row`` + j; the base's window stays in the pool.
+    """
+    taps = np.empty((len(trees.parents), width), np.int32)
+    for tree in range(trees.num_trees):
+        base, end = int(trees.cu_nodes[tree]), int(trees.cu_nodes[tree + 1])
+        log = [first_row + j for j in range(int(num_log_rows[tree]))]
+        before = [-1 - j for j in range(width - 1)] + log
+        for i in range(base, end):
+            path = trees.path_nodes[trees.path_offsets[i] : trees.path_offsets[i + 1]]
+            columns = [first_node + int(node) for node in path[-width:]]
+            taps[i] = [*before[len(before) - (width - len(columns)) :], *columns]
+    return taps

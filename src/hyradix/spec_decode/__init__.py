@@ -1,0 +1,1 @@
+"""Draft tokens: who proposes them, how they are verified, what of the state is kept."""
