@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hyradix.kernels.attention.reference import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.ops import Array
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees, SpecLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,7 @@ class ForwardContext:
     states: RaggedStates
     queries: RaggedQueries
     memory: LayerMemory
+    trees: RaggedTrees | None = None
+    """The tokens behind those of ``states``: nodes of draft trees, which leave states alone."""
+    spec: tuple[SpecLayer, ...] = ()
+    """What nodes leave behind, by recurrent layer."""

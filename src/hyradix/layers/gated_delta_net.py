@@ -31,4 +31,9 @@ class GatedDeltaNet:
         memory = context.memory
         conv, recurrent = memory.conv[self._index], memory.recurrent[self._index]
         mixed = self._ops.mix(projected, self._weights, context.states, conv, recurrent)
+        if context.trees is not None:
+            spec = context.spec[self._index]
+            self._ops.mix_trees(
+                projected, self._weights, context.trees, conv, recurrent, spec, mixed
+            )
         return self._ops.linear_add(mixed, self._out, x)

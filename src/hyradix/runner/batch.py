@@ -1,7 +1,10 @@
 """One ``ScheduledBatch`` as the arrays that a forward takes.
 
-Owns: flattening rows to tokens, ordering saves. Does not know: models, pools.
-Invariant: arrays are fresh, contiguous int32: kernels see one set of types whatever came down.
+Owns: flattening rows to tokens, ordering rows and saves. Does not know: models, pools.
+
+Invariants:
+- Plain rows stand first, then the rows that are verified as trees, each group in the batch's order.
+- Arrays are fresh, contiguous int32: kernels see one set of types whatever came down.
 Read next: ``runner.py``.
 """
 
@@ -13,6 +16,7 @@ import numpy as np
 
 from hyradix.kernels.attention.reference import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.request import Int32Array, ScheduledBatch, StateSave
 from hyradix.runner.request_table import RequestTable
 
@@ -20,46 +24,97 @@ _NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """token_ids: ``int32[T]``, rows one after the other."""
+class TreeRows:
+    """Which rows of the batch are verified as trees: ``index`` ``int32[M]``, and their nodes.
 
+    token_ids: ``int32[total]``; a root's is the row's token at its start.
+    """
+
+    index: Int32Array
+    trees: FlatTrees
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """What the model is run on, T tokens.
+
+    order: ``int32[N]`` the batch's rows in the order of the tokens. cu_tokens: ``int32[N+1]``.
+    token_ids: ``int32[T]``. states: the plain rows' only. queries: all rows'.
+    """
+
+    order: Int32Array
+    cu_tokens: Int32Array
     token_ids: Int32Array
     states: RaggedStates
     queries: RaggedQueries
 
+    @property
+    def num_plain(self) -> int:
+        """Rows that are not verified as trees."""
+        return len(self.states.slots)
 
-def prepare(batch: ScheduledBatch, table: RequestTable) -> PreparedBatch:
+
+def prepare(
+    batch: ScheduledBatch, table: RequestTable, verified: TreeRows | None = None
+) -> PreparedBatch:
     """Flatten a batch with at least one row, after its updates were written to ``table``."""
-    rows, starts = np.array(batch.rows, np.int32), np.array(batch.starts, np.int32)
-    counts = np.asarray(batch.num_tokens, np.int32)
-    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
-    if int(cu_seqlens[-1]) == len(rows):  # one token each
-        token_rows, positions, write_from = rows, starts, batch.write_from
+    starts, counts = np.array(batch.starts, np.int32), np.array(batch.num_tokens, np.int32)
+    rows, order = np.array(batch.rows, np.int32), np.arange(batch.num_rows, dtype=np.int32)
+    write_from, num_plain = batch.write_from, batch.num_rows
+    if verified is not None:
+        is_plain = np.ones(len(rows), np.bool_)
+        is_plain[verified.index] = False
+        order = np.concatenate([np.flatnonzero(is_plain), verified.index]).astype(np.int32)
+        counts[verified.index] = np.diff(verified.trees.cu_nodes)
+        rows, starts, counts, write_from = (x[order] for x in (rows, starts, counts, write_from))
+        num_plain -= len(verified.index)
+    cu_tokens = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=cu_tokens[1:])
+    if int(cu_tokens[-1]) == len(rows):  # one token each
+        token_rows, columns = rows, starts
     else:
         token_rows = np.repeat(rows, counts)
-        positions = np.arange(cu_seqlens[-1], dtype=np.int32)
-        positions += np.repeat(starts - cu_seqlens[:-1], counts)
-        write_from = np.repeat(batch.write_from, counts)
-    slots = table.kv_slots[token_rows, positions]
-    write_slots = np.where(positions >= write_from, slots, np.int32(0))
-    queries = RaggedQueries.of(cu_seqlens, rows, starts, positions, write_slots, table.kv_slots)
-    offsets, save_at, save_slots = _order_saves(batch.saves, rows, starts)
-    states = RaggedStates(
-        cu_seqlens, np.array(batch.state_slots, np.int32), offsets, save_at, save_slots
+        columns = np.arange(cu_tokens[-1], dtype=np.int32)
+        columns += np.repeat(starts - cu_tokens[:-1], counts)
+        write_from = np.repeat(write_from, counts)
+    write_slots = np.where(columns >= write_from, table.kv_slots[token_rows, columns], np.int32(0))
+    if verified is None:
+        positions, token_ids = columns, table.token_ids[token_rows, columns]
+        trees = None
+    else:
+        trees, first = verified.trees, int(cu_tokens[num_plain])
+        positions = columns.copy()
+        positions[first:] = np.repeat(starts[num_plain:], counts[num_plain:]) + trees.depths
+        plain = table.token_ids[token_rows[:first], columns[:first]]
+        token_ids = np.concatenate([plain, verified.token_ids])
+    queries = RaggedQueries.of(
+        cu_tokens, rows, starts, positions, write_slots, table.kv_slots, trees=trees
     )
-    return PreparedBatch(table.token_ids[token_rows, positions], states, queries)
+    plain_rows = order[:num_plain]
+    offsets, save_at, save_slots = _order_saves(
+        batch.saves, rows[:num_plain], starts[:num_plain], num_plain
+    )
+    states = RaggedStates(
+        cu_tokens[: num_plain + 1].copy(),
+        np.array(batch.state_slots[plain_rows], np.int32),
+        offsets,
+        save_at,
+        save_slots,
+    )
+    return PreparedBatch(order, cu_tokens, token_ids, states, queries)
 
 
 def _order_saves(
-    saves: tuple[StateSave, ...], rows: Int32Array, starts: Int32Array
+    saves: tuple[StateSave, ...], rows: Int32Array, starts: Int32Array, num_rows: int
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """Saves by batch row and depth: offsets ``[N+1]``, token counts ``[S]``, slots ``[S]``."""
-    offsets = np.zeros(len(rows) + 1, np.int32)
+    """The plain rows' saves by row and depth: offsets ``[N+1]``, token counts, slots ``[S]``."""
+    offsets = np.zeros(num_rows + 1, np.int32)
     if not saves:
         return offsets, _NONE, _NONE
     index = {row: i for i, row in enumerate(rows.tolist())}
-    ordered = sorted(saves, key=lambda save: (index[save.row], save.depth))
+    mine = (save for save in saves if save.row in index)
+    ordered = sorted(mine, key=lambda save: (index[save.row], save.depth))
     for save in ordered:
         offsets[index[save.row] + 1] += 1
     np.cumsum(offsets, out=offsets)

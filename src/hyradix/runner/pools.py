@@ -25,10 +25,11 @@ from hyradix.request import StateOp, StateOpKind
 
 
 class KVPool:
-    """k, v: ``float32[L_a, num_kv_slots + 1, Hkv, D]``."""
+    """k, v: ``float32[L_a, num_kv_slots + 1, Hkv, D]``; with ``mtp`` its layer is the last."""
 
-    def __init__(self, model: ModelConfig, num_slots: int) -> None:
-        shape = (model.num_attention_layers, num_slots + 1, model.num_kv_heads, model.head_dim)
+    def __init__(self, model: ModelConfig, num_slots: int, num_draft_layers: int) -> None:
+        num_layers = model.num_attention_layers + num_draft_layers
+        shape = (num_layers, num_slots + 1, model.num_kv_heads, model.head_dim)
         self.k = torch.empty(shape)
         self.v = torch.empty(shape)
 
@@ -45,14 +46,22 @@ class KVPool:
 
 
 class StatePool:
-    """recurrent: ``float32[L_r, num_states + 1, Hv, dk, dv]``; conv: ``[.., K-1, C]``."""
+    """recurrent: ``float32[L_r, num_states + 1, Hv, dk, dv]``; conv: ``[.., K-1, C]``.
 
-    def __init__(self, model: ModelConfig, num_slots: int) -> None:
+    hidden: ``[1, num_states + 1, hidden]``, the target's hidden state of the last token consumed,
+    after the final norm; None where no draft head needs it.
+    """
+
+    def __init__(self, model: ModelConfig, num_slots: int, *, has_hidden: bool) -> None:
         lead = (model.num_recurrent_layers, num_slots + 1)
         self.recurrent = torch.empty(*lead, model.num_v_heads, model.k_dim, model.v_dim)
         self.conv = torch.empty(*lead, model.conv_width - 1, model.conv_channels)
+        self.hidden: torch.Tensor | None = None
         self.tensors: tuple[torch.Tensor, ...] = (self.recurrent, self.conv)
         """All that makes up a state; dimension 1 is the slot."""
+        if has_hidden:
+            self.hidden = torch.empty(1, num_slots + 1, model.hidden_size)
+            self.tensors += (self.hidden,)
 
     @property
     def num_bytes(self) -> int:
@@ -80,8 +89,9 @@ class Pools:
     """Both pools of one engine, and the views by layer that a forward works on."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, ops: Ops) -> None:
-        self.kv = KVPool(model, config.num_kv_slots)
-        self.states = StatePool(model, config.num_states)
+        proposer = config.spec.proposer if config.spec is not None else "ngram"
+        self.kv = KVPool(model, config.num_kv_slots, int(proposer == "mtp"))
+        self.states = StatePool(model, config.num_states, has_hidden=proposer != "ngram")
         assert self.kv.num_bytes == config.kv_pool_bytes, "KV bytes were computed wrongly"
         assert self.states.num_bytes == config.state_pool_bytes, "state bytes were computed wrongly"
         self.memory = LayerMemory(

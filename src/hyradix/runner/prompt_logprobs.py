@@ -16,6 +16,7 @@ import torch
 from hyradix.kernels.ops import Array
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, PromptLogprobs, ScheduledBatch, TokenLogprobs
+from hyradix.runner.batch import PreparedBatch
 from hyradix.runner.request_table import RequestTable
 
 MAX_LOGITS = 1 << 24
@@ -33,17 +34,17 @@ class LogprobsOf(Protocol):
 
 def prompt_logprobs(
     batch: ScheduledBatch,
+    prepared: PreparedBatch,
     hidden: Array,
     table: RequestTable,
     model: Decoder,
     sampler: LogprobsOf,
 ) -> tuple[PromptLogprobs, ...]:
-    """For every row that asks for them: tokens [start + 1, min(start + n + 1, prompt length))."""
+    """For every plain row that asks for them: tokens [start + 1, min(start + n + 1, prompt length))."""
     found = []
-    first = 0
-    for row, start, count in zip(
-        batch.rows.tolist(), batch.starts.tolist(), batch.num_tokens.tolist(), strict=True
-    ):
+    plain = prepared.order[: prepared.num_plain]
+    for i, first in zip(plain.tolist(), prepared.cu_tokens.tolist(), strict=False):
+        row, start, count = int(batch.rows[i]), int(batch.starts[i]), int(batch.num_tokens[i])
         init = table.init_of(row)
         num_top = None if init is None else init.sampling.prompt_logprobs
         if init is not None and num_top is not None:
@@ -53,7 +54,6 @@ def prompt_logprobs(
                 states = hidden[first : first + last - start]
                 logprobs = _in_pieces(states, ids, num_top, model, sampler)
                 found.append(PromptLogprobs(row, start + 1, logprobs))
-        first += count
     return tuple(found)
 
 

@@ -10,34 +10,47 @@ from __future__ import annotations
 import numpy as np
 
 from hyradix.config import EngineConfig
-from hyradix.request import Int32Array, RowInit, ScheduledBatch
+from hyradix.request import Int32Array, RowInit, ScheduledBatch, slot_order
 
 
 class RequestTable:
-    """token_ids, kv_slots: ``int32[max_requests, max_context]``; untouched rows cost no memory."""
+    """token_ids ``int32[max_requests, max_context]``, kv_slots ``int32[.., table_width]``.
+
+    Rows that were never touched cost no memory. Columns of ``kv_slots`` past a row's tokens may
+    hold the slots of draft nodes.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        shape = (config.max_requests, config.max_context)
-        self.token_ids: Int32Array = np.zeros(shape, np.int32)
-        self.kv_slots: Int32Array = np.zeros(shape, np.int32)
-        self._inits: list[RowInit | None] = [None] * config.max_requests
+        num_rows = config.max_requests
+        self.token_ids: Int32Array = np.zeros((num_rows, config.max_context), np.int32)
+        self.kv_slots: Int32Array = np.zeros((num_rows, config.table_width), np.int32)
+        self.num_slots: Int32Array = np.zeros(num_rows, np.int32)
+        """Columns of ``kv_slots`` that are the row's; what stands behind them is somebody else's."""
+        self._inits: list[RowInit | None] = [None] * num_rows
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Enter new rows and write the batch's token and KV updates."""
         for init in batch.row_inits:
             self._inits[init.row] = init
+            self.num_slots[init.row] = 0
         for update in batch.token_updates:
             end = update.start + len(update.values)
             self.token_ids[update.row, update.start : end] = update.values
         for update in batch.kv_updates:
             end = update.start + len(update.values)
             self.kv_slots[update.row, update.start : end] = update.values
+            self.num_slots[update.row] = max(int(self.num_slots[update.row]), end)
 
     def init_of(self, row: int) -> RowInit | None:
         """How the row was entered."""
         return self._inits[row]
 
-    def write_sampled(self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array) -> None:
+    def write_sampled(self, row: int, position: int, token_ids: list[int]) -> None:
         """Put sampled tokens where they will be consumed; those past the table end are dropped."""
-        fits = positions < self.token_ids.shape[1]
-        self.token_ids[rows[fits], positions[fits]] = token_ids[fits]
+        end = min(position + len(token_ids), self.token_ids.shape[1])
+        self.token_ids[row, position:end] = token_ids[: end - position]
+
+    def reorder(self, row: int, start: int, path: Int32Array, num_nodes: int) -> None:
+        """Draft nodes at columns start.. were verified and ``path`` consumed: see ``slot_order``."""
+        columns = self.kv_slots[row, start : start + num_nodes]
+        columns[:] = columns[slot_order(path, num_nodes)]

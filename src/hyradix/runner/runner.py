@@ -1,6 +1,7 @@
 """The data plane: one ``ScheduledBatch`` in, one ``StepOutput`` out.
 
-Owns: the order of a step (updates, state ops, forward with saves, sampling), the pools, the table.
+Owns: the order of a step (updates, state ops, drafts, forward with saves, sampling and acceptance,
+folds), the pools, the table.
 Does not know: the tree, the queue, why a batch is as it is.
 
 Invariants:
@@ -8,74 +9,39 @@ Invariants:
 - A row's result does not depend on the other rows beyond rounding; a row whose logits are not
   finite is reported faulty and harms nobody else.
 - Logits are computed only where they are sampled from or asked for.
-Read next: ``batch.py``, ``pools.py``.
+Read next: ``batch.py``, ``pools.py``, ``speculation.py``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
 from hyradix.kernels.ops import Array
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
 from hyradix.request import (
     SINK,
-    BoolArray,
     Int32Array,
-    Int64Array,
     PromptLogprobs,
-    SamplingParams,
     ScheduledBatch,
     StateOp,
     StateOpKind,
     StepOutput,
-    TokenLogprobs,
 )
-from hyradix.runner.batch import PreparedBatch, prepare
+from hyradix.runner.batch import PreparedBatch, TreeRows, prepare
 from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs
 from hyradix.runner.request_table import RequestTable
+from hyradix.runner.speculation import Speculation
+from hyradix.spec_decode.acceptance import Accepted, Candidates, TokenSampler, follow
 
 HiddenHook = Callable[[ScheduledBatch, Array], None]
-
-
-class SampleResult(Protocol):
-    """What sampling M rows gives."""
-
-    @property
-    def token_ids(self) -> Int32Array: ...
-    @property
-    def is_faulty(self) -> BoolArray: ...
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
-
-
-class TokenSampler(Protocol):
-    """What the runner needs of ``hyradix.sampling.sampler.Sampler``."""
-
-    def init_row(
-        self,
-        row: int,
-        params: SamplingParams,
-        seed: int,
-        token_ids: Int32Array,
-        num_prompt_tokens: int,
-    ) -> None:
-        """A request enters ``row`` with all tokens known so far."""
-
-    def sample(self, logits: torch.Tensor, rows: Int32Array, positions: Int64Array) -> SampleResult:
-        """Choose a token per row of ``logits`` float32 ``[M, V]``."""
-
-    def logprobs_of(
-        self, logits: torch.Tensor, token_ids: Int32Array, num_top: int
-    ) -> TokenLogprobs:
-        """Log probabilities of given tokens, for prompts."""
 
 
 class ModelRunner:
@@ -95,6 +61,7 @@ class ModelRunner:
         model.ops.set_num_threads(config.num_threads)
         self.pools = Pools(model.config, config, model.ops)
         self.table = RequestTable(config)
+        self.speculation = make_speculation(config, model, self.pools, self.table)
         self._model = model
         self._sampler = sampler
         self._on_hidden = on_hidden
@@ -134,14 +101,11 @@ class ModelRunner:
         self.table.apply(batch)
         self._init_rows(batch)
         self.pools.states.apply(batch.state_ops)
-        if batch.num_rows == 0:
-            return _nothing(batch.step)
-        prepared = prepare(batch, self.table)
-        hidden = self._model.forward(prepared.token_ids, self._context(prepared))
-        if self._on_hidden is not None:
-            self._on_hidden(batch, hidden)
-        prompts = prompt_logprobs(batch, hidden, self.table, self._model, self._sampler)
-        return self._sample(batch, prepared, hidden, prompts)
+        self.speculation.enter(batch)
+        output = self._forward(batch) if batch.num_rows else _nothing(batch.step)
+        if batch.folds:
+            self.speculation.fold(batch.folds)
+        return output
 
     def poison_kv(self, slots: list[int]) -> None:
         """Fill KV slots with NaN (tests)."""
@@ -151,8 +115,13 @@ class ModelRunner:
         """Fill state slots with NaN (tests)."""
         self.pools.states.poison(slots)
 
-    def _context(self, prepared: PreparedBatch) -> ForwardContext:
-        return ForwardContext(prepared.states, prepared.queries, self.pools.memory)
+    def _context(
+        self, prepared: PreparedBatch, arranged: RaggedTrees | None = None
+    ) -> ForwardContext:
+        layers = self.speculation.spec_layers
+        return ForwardContext(
+            prepared.states, prepared.queries, self.pools.memory, arranged, layers
+        )
 
     def _init_rows(self, batch: ScheduledBatch) -> None:
         """Tell the sampler who entered, with the tokens that came in the same batch."""
@@ -163,41 +132,109 @@ class ModelRunner:
                 init.row, init.sampling, init.seed, known, init.num_prompt_tokens
             )
 
-    def _sample(
+    def _forward(self, batch: ScheduledBatch) -> StepOutput:
+        """Draft, run the model, sample and accept, keep what was accepted."""
+        speculation = self.speculation
+        verified = speculation.begin(batch)
+        prepared = prepare(batch, self.table, verified)
+        arranged = speculation.arrange(batch, prepared, verified) if verified else None
+        raw = self._model.forward(prepared.token_ids, self._context(prepared, arranged))
+        if self._on_hidden is not None:
+            self._on_hidden(batch, raw)
+        prompts = prompt_logprobs(batch, prepared, raw, self.table, self._model, self._sampler)
+        accepted = self._accept(batch, prepared, verified, raw)
+        rows = batch.rows[prepared.order][batch.samples[prepared.order]]
+        hidden = self._model.normalize(raw) if speculation.uses_hidden else None
+        if hidden is not None and prepared.num_plain:
+            speculation.keep_hidden(batch, prepared, hidden)
+        if verified is not None and arranged is not None:
+            paths = [np.array(p, np.int32) for p in accepted.paths[-len(verified.index) :]]
+            first = int(prepared.cu_tokens[prepared.num_plain])
+            of_nodes = None if hidden is None else hidden[first:]
+            speculation.keep(batch, arranged, verified, paths, of_nodes)
+        speculation.learn(batch, prepared, accepted, hidden)
+        return _output(batch.step, rows, accepted, verified, prompts)
+
+    def _accept(
         self,
         batch: ScheduledBatch,
         prepared: PreparedBatch,
-        hidden: Array,
-        prompts: tuple[PromptLogprobs, ...],
-    ) -> StepOutput:
-        """Sample where the batch says so and put the tokens in the table."""
-        index = np.flatnonzero(batch.samples)
-        if len(index) == 0:
-            return _nothing(batch.step, prompts)
-        last = prepared.states.cu_seqlens[1:][index] - 1
-        if len(last) < hidden.shape[0]:
-            hidden = self._model.ops.select(hidden, last)
-        rows = prepared.queries.rows[index]
-        positions = batch.starts[index] + batch.num_tokens[index]
-        result = self._sampler.sample(self._model.logits(hidden), rows, positions.astype(np.int64))
-        self.table.write_sampled(rows, positions, result.token_ids)
-        return StepOutput(
-            step=batch.step,
-            rows=rows,
-            token_ids=result.token_ids.reshape(-1, 1),
-            num_tokens=np.ones(len(rows), np.int32),
-            is_faulty=result.is_faulty,
-            paths=np.zeros((len(rows), 1), np.int32),
-            num_nodes=np.ones(len(rows), np.int32),
-            logprobs=result.logprobs,
-            prompt_logprobs=prompts,
+        verified: TreeRows | None,
+        raw: Array,
+    ) -> Accepted:
+        """Sample where the batch says so, follow the drafts, put the tokens in the table."""
+        order, num_plain = prepared.order, prepared.num_plain
+        plain = order[:num_plain]
+        is_sampled = batch.samples[plain]
+        logit_rows = prepared.cu_tokens[1 : num_plain + 1][is_sampled] - 1
+        sampling = plain[is_sampled]
+        positions = batch.starts[sampling] + batch.num_tokens[sampling] - 1
+        counts, parents = np.ones(len(sampling), np.int32), np.full(len(sampling), -1, np.int32)
+        token_ids = np.full(len(sampling), -1, np.int32)
+        if verified is not None:
+            first, total = int(prepared.cu_tokens[num_plain]), int(prepared.cu_tokens[-1])
+            nodes = np.arange(first, total, dtype=np.int32)
+            logit_rows = np.concatenate([logit_rows, nodes])
+            sampling = np.concatenate([sampling, verified.index])
+            positions = np.concatenate([positions, batch.starts[verified.index]])
+            counts = np.concatenate([counts, np.diff(verified.trees.cu_nodes)])
+            parents = np.concatenate([parents, verified.trees.parents])
+            token_ids = np.concatenate([token_ids, verified.token_ids])
+        cu_nodes = np.zeros(len(sampling) + 1, np.int32)
+        np.cumsum(counts, out=cu_nodes[1:])
+        if len(logit_rows) < raw.shape[0]:
+            raw = self._model.ops.select(raw, logit_rows)
+        candidates = Candidates(
+            rows=batch.rows[sampling],
+            positions=positions,
+            trees=FlatTrees.of(cu_nodes, parents),
+            token_ids=token_ids,
+            max_accepted=np.maximum(batch.max_accepted[sampling], 1),
         )
+        if len(sampling) == 0:
+            return Accepted([], [], np.zeros(0, np.bool_), ())
+        accepted = follow(self._sampler, self._model.logits(raw), candidates)
+        for row, position, tokens in zip(
+            candidates.rows.tolist(), positions.tolist(), accepted.token_ids, strict=True
+        ):
+            self.table.write_sampled(row, position + 1, tokens)
+        return accepted
 
 
-def _nothing(step: int, prompts: tuple[PromptLogprobs, ...] = ()) -> StepOutput:
-    """A step in which no row sampled."""
+def _output(
+    step: int,
+    rows: Int32Array,
+    accepted: Accepted,
+    verified: TreeRows | None,
+    prompts: tuple[PromptLogprobs, ...],
+) -> StepOutput:
+    num_tokens = np.array([len(tokens) for tokens in accepted.token_ids], np.int32)
+    num_nodes = np.ones(len(rows), np.int32)
+    if verified is not None:
+        num_nodes[-len(verified.index) :] = np.diff(verified.trees.cu_nodes)
+    return StepOutput(
+        step=step,
+        rows=rows.astype(np.int32),
+        token_ids=_padded(accepted.token_ids),
+        num_tokens=num_tokens,
+        is_faulty=accepted.is_faulty,
+        paths=_padded(accepted.paths),
+        num_nodes=num_nodes,
+        logprobs=accepted.logprobs,
+        prompt_logprobs=prompts,
+    )
+
+
+def _padded(lists: list[list[int]]) -> Int32Array:
+    """``int32[M, K]`` with -1 behind each list; K is at least 1."""
+    table = np.full((len(lists), max(map(len, lists), default=1)), -1, np.int32)
+    for i, values in enumerate(lists):
+        table[i, : len(values)] = values
+    return table
+
+
+def _nothing(step: int) -> StepOutput:
+    """A step without rows."""
     none = np.zeros(0, np.int32)
     empty = none.reshape(0, 1)
-    return StepOutput(
-        step, none, empty, none, np.zeros(0, np.bool_), empty, none, prompt_logprobs=prompts
-    )
+    return StepOutput(step, none, empty, none, np.zeros(0, np.bool_), empty, none)

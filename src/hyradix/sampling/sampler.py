@@ -110,6 +110,13 @@ class Sampler:
                 state.counts.add(token)
         return SampleResult(token_ids, is_faulty, _logprobs(logits, states, token_ids, is_faulty))
 
+    def is_end(self, row: int, token_id: int, position: int) -> bool:
+        """Whether ``token_id`` at ``position`` ends the request, as the scheduler will see it."""
+        state = self._row(row)
+        num_output_tokens = position - state.num_prompt_tokens + 1
+        is_ending = token_id in state.rules.ending_ids
+        return is_ending and num_output_tokens >= state.params.min_tokens
+
     def logprobs_of(
         self, logits: torch.Tensor, token_ids: Int32Array, num_top: int
     ) -> TokenLogprobs:

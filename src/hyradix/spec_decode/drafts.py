@@ -42,3 +42,33 @@ class Drafts:
         tokens = [token for ids, _ in trees for token in ids]
         above = [parent for _, parents in trees for parent in parents]
         return cls(cu_nodes, np.array(tokens, np.int32), np.array(above, np.int32))
+
+    @classmethod
+    def roots(cls, token_ids: Int32Array) -> Drafts:
+        """Trees that are their root alone."""
+        num_trees = len(token_ids)
+        cu_nodes = np.arange(num_trees + 1, dtype=np.int32)
+        return cls(cu_nodes, token_ids.astype(np.int32), np.full(num_trees, -1, np.int32))
+
+    def take(self, index: Int32Array) -> Drafts:
+        """The trees ``index``, in that order."""
+        return Drafts._join([self._tree(i) for i in index.tolist()])
+
+    def spread(self, places: Int32Array, roots: Int32Array) -> Drafts:
+        """As many trees as ``roots``: these at ``places`` (ascending), elsewhere a root alone."""
+        alone = Drafts.roots(roots)
+        own = {place: i for i, place in enumerate(places.tolist())}
+        return Drafts._join(
+            [self._tree(own[i]) if i in own else alone._tree(i) for i in range(len(roots))]
+        )
+
+    def _tree(self, i: int) -> tuple[Int32Array, Int32Array]:
+        part = slice(int(self.cu_nodes[i]), int(self.cu_nodes[i + 1]))
+        return self.token_ids[part], self.parents[part]
+
+    @classmethod
+    def _join(cls, trees: list[tuple[Int32Array, Int32Array]]) -> Drafts:
+        cu_nodes = np.zeros(len(trees) + 1, np.int32)
+        np.cumsum([len(parents) for _, parents in trees], out=cu_nodes[1:])
+        tokens, parents = zip(*trees, strict=True)
+        return cls(cu_nodes, np.concatenate(tokens), np.concatenate(parents))

@@ -1,0 +1,198 @@
+"""Drafts and deferred states inside one step: the parts before and behind the forward.
+
+Owns: the order of a round (bring the state up, propose, arrange; then keep, reorder, learn) and
+which decode rows are verified as trees. Does not know: how drafts are found, how states are kept.
+
+Invariants:
+- A verify leaves the pools' states as they were; they move in ``keep`` (snapshot) or later.
+- With a log every decode row is a tree (a root alone, without drafts): its state is read, not
+  written. Otherwise a row without drafts decodes in place.
+Source: DESIGN section 6. Read next: ``spec_decode/proposer.py``, ``spec_decode/state_keeping.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hyradix.config import EngineConfig
+from hyradix.kernels.ops import Array
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, SpecLayer
+from hyradix.models.decoder import Decoder
+from hyradix.request import Int32Array, ScheduledBatch, StateFold
+from hyradix.runner.batch import PreparedBatch, TreeRows
+from hyradix.runner.pools import Pools
+from hyradix.runner.request_table import RequestTable
+from hyradix.spec_decode.acceptance import Accepted
+from hyradix.spec_decode.drafts import Drafts
+from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound, Proposer
+from hyradix.spec_decode.state_keeping import StateKeeper
+
+
+@dataclass(slots=True)
+class Speculation:
+    """See the module's docstring. ``proposer`` None: no drafts; ``keeper`` None: decode in place."""
+
+    config: EngineConfig
+    model: Decoder
+    pools: Pools
+    table: RequestTable
+    proposer: Proposer | None
+    keeper: StateKeeper | None
+
+    @property
+    def spec_layers(self) -> tuple[SpecLayer, ...]:
+        """The draft buffers, by recurrent layer."""
+        return self.keeper.layers if self.keeper is not None else ()
+
+    @property
+    def uses_hidden(self) -> bool:
+        """Whether the target's hidden states are kept."""
+        return self.proposer is not None and self.proposer.uses_hidden
+
+    def enter(self, batch: ScheduledBatch) -> None:
+        """Requests enter rows, after the copies that their states begin with."""
+        at = {row: i for i, row in enumerate(batch.rows.tolist())}
+        for init in batch.row_inits:
+            if self.keeper is not None:
+                self.keeper.enter(init.row)
+            if self.proposer is not None:
+                i = at[init.row]
+                hidden = None
+                if self.pools.states.hidden is not None and batch.starts[i] > 0:
+                    hidden = self.pools.states.hidden[0, int(batch.state_slots[i])]
+                self.proposer.enter(init.row, hidden)
+
+    # ---- before the forward ---------------------------------------------------------------------
+
+    def begin(self, batch: ScheduledBatch) -> TreeRows | None:
+        """Bring lagging states up where the round needs it, then draft; None: no trees."""
+        if self.keeper is None:
+            return None
+        index = np.flatnonzero(batch.max_nodes > 0)
+        if len(index) == 0:
+            return None
+        rows, slots = batch.rows[index], batch.state_slots[index]
+        self.keeper.begin(rows, slots, batch.starts[index], batch.committed[index])
+        drafts = self._propose(batch, index)
+        if self.keeper.mode != "log":
+            is_drafted = np.diff(drafts.cu_nodes) > 1
+            if not is_drafted.any():
+                return None
+            index, drafts = index[is_drafted], drafts.take(np.flatnonzero(is_drafted))
+        trees = FlatTrees.of(drafts.cu_nodes, drafts.parents)
+        return TreeRows(index.astype(np.int32), trees, drafts.token_ids)
+
+    def _propose(self, batch: ScheduledBatch, index: Int32Array) -> Drafts:
+        """A tree for each decode row; a root alone where nothing may or can be drafted."""
+        rows, starts = batch.rows[index], batch.starts[index]
+        roots = self.table.token_ids[rows, starts]
+        wants = np.flatnonzero(batch.max_nodes[index] > 1)
+        if self.proposer is None or len(wants) == 0:
+            return Drafts.roots(roots)
+        assert self.config.spec is not None
+        drafts = self.proposer.propose(
+            DraftRound(
+                rows=rows[wants],
+                starts=starts[wants],
+                max_nodes=batch.max_nodes[index][wants],
+                max_depth=batch.max_accepted[index][wants] - 1,
+                shape=self.config.spec.shape,
+            )
+        )
+        return drafts if len(wants) == len(index) else drafts.spread(wants, roots)
+
+    def arrange(
+        self, batch: ScheduledBatch, prepared: PreparedBatch, verified: TreeRows
+    ) -> RaggedTrees:
+        """What the recurrent layers need of the trees."""
+        assert self.keeper is not None
+        first_token = prepared.cu_tokens[prepared.num_plain : -1]
+        index = verified.index
+        rows, slots, starts = batch.rows[index], batch.state_slots[index], batch.starts[index]
+        return self.keeper.arrange(verified.trees, first_token, rows, slots, starts)
+
+    def fold(self, folds: tuple[StateFold, ...]) -> None:
+        """Bring the states of rows that have come to rest up to where they are kept."""
+        assert self.keeper is not None, "nothing is deferred, so nothing is folded"
+        self.keeper.fold(folds)
+
+    # ---- behind the forward ---------------------------------------------------------------------
+
+    def keep(
+        self,
+        batch: ScheduledBatch,
+        arranged: RaggedTrees,
+        verified: TreeRows,
+        paths: list[Int32Array],
+        hidden: Array | None,
+    ) -> None:
+        """The accepted runs into states, logs and table. hidden: ``[total nodes, hidden]``."""
+        assert self.keeper is not None
+        index = verified.index
+        rows = set(batch.rows[index].tolist())
+        saves = [save for save in batch.saves if save.row in rows]
+        self.keeper.keep(arranged, batch.starts[index], paths, saves, hidden)
+        counts = np.diff(verified.trees.cu_nodes).tolist()
+        for i, path, count in zip(index.tolist(), paths, counts, strict=True):
+            if count > 1:
+                self.table.reorder(int(batch.rows[i]), int(batch.starts[i]), path, count)
+
+    def keep_hidden(self, batch: ScheduledBatch, prepared: PreparedBatch, hidden: Array) -> None:
+        """The hidden states that belong to the plain rows' working states and saves."""
+        pool = self.pools.states.hidden
+        assert pool is not None
+        states = prepared.states
+        values = self.model.ops.tensor(hidden)
+        ends = states.cu_seqlens[1:].astype(np.int64)
+        pool[0, torch.from_numpy(states.slots.astype(np.int64))] = values[ends - 1]
+        if len(states.save_slots):
+            firsts = np.repeat(states.cu_seqlens[:-1], np.diff(states.save_offsets))
+            at = firsts.astype(np.int64) + states.save_at - 1
+            pool[0, torch.from_numpy(states.save_slots.astype(np.int64))] = values[at]
+
+    def learn(
+        self,
+        batch: ScheduledBatch,
+        prepared: PreparedBatch,
+        accepted: Accepted,
+        hidden: Array | None,
+    ) -> None:
+        """Tell the proposer what every row has consumed, and which have a next token."""
+        if self.proposer is None:
+            return
+        order, num_plain = prepared.order, prepared.num_plain
+        rows, starts = batch.rows[order], batch.starts[order]
+        counts = np.diff(prepared.cu_tokens)
+        samples = batch.samples[order]
+        sampling = np.cumsum(samples) - 1
+        tokens: list[Int32Array] = []
+        for i, first in enumerate(prepared.cu_tokens[:-1].tolist()):
+            if i < num_plain:
+                tokens.append(np.arange(first, first + counts[i], dtype=np.int32))
+            else:
+                path = accepted.paths[sampling[i]]
+                counts[i] = len(path)
+                tokens.append(first + np.array(path, np.int32))
+        has_next = samples.copy()
+        has_next[samples] = ~accepted.is_faulty
+        ends = (starts + counts).astype(np.int32)
+        has_next &= ends < self.table.num_slots[rows]
+        columns = np.minimum(ends, self.table.kv_slots.shape[1] - 1)
+        consumed = None
+        if hidden is not None:
+            index = np.concatenate(tokens)
+            is_all = len(index) == hidden.shape[0]
+            consumed = hidden if is_all else self.model.ops.select(hidden, index)
+        self.proposer.learn(
+            ConsumedTokens(
+                rows=rows,
+                starts=starts,
+                ends=ends,
+                write_from=batch.write_from[order],
+                next_slots=np.where(has_next, self.table.kv_slots[rows, columns], 0),
+                hidden=consumed,
+            )
+        )
