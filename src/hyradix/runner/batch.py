@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyradix.kernels.attention.reference import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.request import Int32Array, ScheduledBatch, StateSave
