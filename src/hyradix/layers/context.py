@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.ops import Array
-from hyradix.kernels.tree_recurrence.ragged import RaggedTrees, SpecLayer
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 
 @dataclass(frozen=True, slots=True)

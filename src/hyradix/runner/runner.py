@@ -38,7 +38,7 @@ from hyradix.runner.batch import PreparedBatch, TreeRows, prepare
 from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs
 from hyradix.runner.request_table import RequestTable
-from hyradix.runner.speculation import Speculation
+from hyradix.runner.speculation import make_speculation
 from hyradix.spec_decode.acceptance import Accepted, Candidates, TokenSampler, follow
 
 HiddenHook = Callable[[ScheduledBatch, Array], None]

@@ -12,23 +12,27 @@ Source: DESIGN section 6. Read next: ``spec_decode/proposer.py``, ``spec_decode/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
 from hyradix.kernels.ops import Array
-from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, SpecLayer
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
+from hyradix.kernels.tree_recurrence.rules import GDN
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, ScheduledBatch, StateFold
 from hyradix.runner.batch import PreparedBatch, TreeRows
 from hyradix.runner.pools import Pools
 from hyradix.runner.request_table import RequestTable
 from hyradix.spec_decode.acceptance import Accepted
+from hyradix.spec_decode.build import build_proposer
 from hyradix.spec_decode.drafts import Drafts
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound, Proposer
-from hyradix.spec_decode.state_keeping import StateKeeper
+from hyradix.spec_decode.state_keeping import StateKeeper, make_keeper
+from hyradix.state_bytes import SpecShape, SpecStateMode
 
 
 @dataclass(slots=True)
@@ -41,6 +45,7 @@ class Speculation:
     table: RequestTable
     proposer: Proposer | None
     keeper: StateKeeper | None
+    mode: SpecStateMode | None
 
     @property
     def spec_layers(self) -> tuple[SpecLayer, ...]:
@@ -77,7 +82,7 @@ class Speculation:
         rows, slots = batch.rows[index], batch.state_slots[index]
         self.keeper.begin(rows, slots, batch.starts[index], batch.committed[index])
         drafts = self._propose(batch, index)
-        if self.keeper.mode != "log":
+        if self.mode != "log":
             is_drafted = np.diff(drafts.cu_nodes) > 1
             if not is_drafted.any():
                 return None
@@ -196,3 +201,33 @@ class Speculation:
                 hidden=consumed,
             )
         )
+
+
+def make_speculation(
+    config: EngineConfig, model: Decoder, pools: Pools, table: RequestTable
+) -> Speculation:
+    """What ``config`` asks for. Raises ``ConfigError`` where the model lacks the draft head."""
+    spec, proposer = config.spec, None
+    if spec is not None:
+        proposer = build_proposer(
+            spec.proposer, model, table.token_ids, table.kv_slots, pools.memory
+        )
+    mode: SpecStateMode | None = "log" if config.num_log_rows else None
+    shape = SpecShape(
+        num_requests=config.max_requests, num_nodes=1, num_log_rows=config.num_log_rows
+    )
+    if spec is not None:
+        mode = spec.state
+        shape = spec.shape.spec_shape(config.max_requests, config.num_log_rows)
+    keeper = None
+    if mode is not None:
+        recurrent = model.config.recurrent_shape(4)
+        states = pools.states
+        hidden = None if states.hidden is None else states.hidden[0]
+        if hidden is not None:
+            recurrent = replace(recurrent, hidden_size=hidden.shape[1])
+        keeper = make_keeper(
+            mode, model.ops, GDN, recurrent, shape, states.recurrent, states.conv, hidden
+        )
+        assert keeper.num_bytes == config.draft_bytes, "draft bytes were computed wrongly"
+    return Speculation(config, model, pools, table, proposer, keeper, mode)
