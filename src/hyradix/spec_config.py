@@ -142,3 +142,19 @@ def refused(name: str, value: object, reason: str, nearest: object) -> ConfigErr
         f"{option} {value} is impossible: {reason}; the nearest valid choice is {option} {nearest}",
         param=name,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCosts:
+    """Seconds that parts of a step take, measured at start for some numbers of rows.
+
+    rows: ascending. plain: a step of so many decodes. node: every further node of a tree, all rows
+    counted alike. draft: every step of the proposer. round: what a round with drafts adds whatever
+    its size (keeping states, learning).
+    """
+
+    rows: tuple[int, ...]
+    plain: tuple[float, ...]
+    node: tuple[float, ...]
+    draft: tuple[float, ...]
+    round: tuple[float, ...]

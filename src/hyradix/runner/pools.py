@@ -27,7 +27,7 @@ from hyradix.request import StateOp, StateOpKind
 class KVPool:
     """k, v: ``float32[L_a, num_kv_slots + 1, Hkv, D]``; with ``mtp`` its layer is the last."""
 
-    def __init__(self, model: ModelConfig, num_slots: int, num_draft_layers: int) -> None:
+    def __init__(self, model: ModelConfig, num_slots: int, num_draft_layers: int = 0) -> None:
         num_layers = model.num_attention_layers + num_draft_layers
         shape = (num_layers, num_slots + 1, model.num_kv_heads, model.head_dim)
         self.k = torch.empty(shape)
@@ -52,7 +52,7 @@ class StatePool:
     after the final norm; None where no draft head needs it.
     """
 
-    def __init__(self, model: ModelConfig, num_slots: int, *, has_hidden: bool) -> None:
+    def __init__(self, model: ModelConfig, num_slots: int, *, has_hidden: bool = False) -> None:
         lead = (model.num_recurrent_layers, num_slots + 1)
         self.recurrent = torch.empty(*lead, model.num_v_heads, model.k_dim, model.v_dim)
         self.conv = torch.empty(*lead, model.conv_width - 1, model.conv_channels)
