@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries, gather
+from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.reference import AttentionWeights, gather
 from hyradix.kernels.compiled_ops import CompiledOps
 from hyradix.kernels.rotary.reference import rotary_table
 from hyradix.kernels.torch_ops import TorchOps

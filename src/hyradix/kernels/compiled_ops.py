@@ -18,7 +18,8 @@ import torch
 
 from hyradix.kernels import numba_support
 from hyradix.kernels.attention import compiled as attention_kernels
-from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries, attend_row
+from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
 from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.linear import compiled as linear_kernels
@@ -86,6 +87,11 @@ class CompiledOps:
     def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
 
+    def read_only(self, array: Array) -> Array:
+        lent = array.view()
+        lent.flags.writeable = False
+        return lent
+
     def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
         return weight.index_select(0, torch.from_numpy(token_ids)).float().numpy()
 
@@ -98,10 +104,13 @@ class CompiledOps:
     def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return weight.contiguous().numpy(), np.float32(eps)
 
-    def norm_linear(self, x: Array, norm: Norm, weight: RowMajorLinear) -> Array:
+    def norm(self, x: Array, norm: Norm) -> Array:
         normed = np.empty_like(x)
         norm_kernels.rms_norm(x, *norm, normed)
-        return self.linear_add(normed, weight, _NOTHING)
+        return normed
+
+    def norm_linear(self, x: Array, norm: Norm, weight: RowMajorLinear) -> Array:
+        return self.linear_add(self.norm(x, norm), weight, _NOTHING)
 
     def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
         if self._is_small(x, weight):
@@ -170,6 +179,8 @@ class CompiledOps:
         k_pool: Array,
         v_pool: Array,
     ) -> Array:
+        if not (k_pool.flags.writeable and v_pool.flags.writeable):
+            raise ValueError("this memory is read-only: attention would write to it")
         (heads, dim), *rest = weights
         q = np.empty((projected.shape[0], heads, dim), np.float32)
         out = np.empty((projected.shape[0], heads * dim), np.float32)
@@ -177,18 +188,32 @@ class CompiledOps:
             projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q
         )
         if len(batch.short_tokens):
-            work = int(batch.short_lengths.sum()) * heads * dim
-            is_large = work > 4 * self._parallel_from
-            decode = (
-                attention_kernels.decode_parallel if is_large else attention_kernels.decode_serial
-            )
-            decode(
-                q, batch.short_tokens, batch.short_rows, batch.short_lengths, batch.kv_table,
-                k_pool, v_pool, projected, out,
-            )  # fmt: skip
+            self._attend_short(projected, q, batch, k_pool, v_pool, out)
         if batch.long_rows:
             _attend_long(projected, q, batch, k_pool, v_pool, out)
         return out
+
+    def attend_frozen(
+        self, projected: Array, weights: tuple[Any, ...], batch: RaggedQueries, k: Array, v: Array
+    ) -> Array:
+        check_short(batch)
+        (heads, dim), q_norm, _, eps, angles = weights
+        q = np.empty((projected.shape[0], heads, dim), np.float32)
+        out = np.empty((projected.shape[0], heads * dim), np.float32)
+        attention_kernels.prepare_queries(projected, batch.positions, q_norm, eps, angles, q)
+        self._attend_short(projected, q, batch, self.read_only(k), self.read_only(v), out)
+        return out
+
+    def _attend_short(
+        self, projected: Array, q: Array, batch: RaggedQueries, k: Array, v: Array, out: Array
+    ) -> None:
+        work = (int(batch.short_lengths.sum()) + len(batch.tail_columns)) * out.shape[1]
+        is_large = work > 4 * self._parallel_from
+        decode = attention_kernels.decode_parallel if is_large else attention_kernels.decode_serial
+        decode(
+            q, batch.short_tokens, batch.short_rows, batch.first, batch.short_lengths,
+            batch.tail_offsets, batch.tail_columns, batch.kv_table, k, v, projected, out,
+        )  # fmt: skip
 
 
 def _attend_long(
@@ -198,7 +223,6 @@ def _attend_long(
     arrays = (projected, q, k_pool, v_pool, out)
     gates, queries, keys, values, target = map(torch.from_numpy, arrays)
     for i in batch.long_rows:
-        piece = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-        slots, start = batch.kv_table[batch.rows[i]], int(batch.starts[i])
+        piece, slots, start = batch.row(i)
         attended = attend_row(queries[piece], slots, start, keys, values).flatten(1)
         torch.mul(attended, gates[piece, -out.shape[1] :].sigmoid(), out=target[piece])

@@ -20,8 +20,13 @@ import numpy.typing as npt
 import torch
 
 from hyradix.errors import ConfigError
-from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
+from hyradix.kernels.tree_recurrence.rules import Rule
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 BACKENDS = ("auto", "compiled", "torch")
 Array = Any
@@ -45,6 +50,9 @@ class Ops(Protocol):
     def tensor(self, array: Array) -> torch.Tensor:
         """The same memory as a tensor."""
 
+    def read_only(self, array: Array) -> Array:
+        """The same memory, lent: whatever would write through the result raises."""
+
     def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
         """Rows of ``weight`` ``[V, C]`` by ``token_ids`` ``[T]``, as float32 ``[T, C]``."""
 
@@ -56,6 +64,9 @@ class Ops(Protocol):
 
     def pack_norm(self, weight: torch.Tensor, eps: float) -> Any:
         """A norm's weight ``[C]``; where it is zero-centred, 1 is added already."""
+
+    def norm(self, x: Array, norm: Any) -> Array:
+        """rms_norm(x ``[T, C]``)."""
 
     def norm_linear(self, x: Array, norm: Any, weight: Any) -> Array:
         """rms_norm(x ``[T, I]``) times weight -> ``[T, O]``."""
@@ -72,7 +83,40 @@ class Ops(Protocol):
     def mix(
         self, projected: Array, weights: Any, batch: RaggedStates, conv_state: Array, state: Array
     ) -> Array:
-        """See ``gated_delta_net.reference.mix``."""
+        """See ``gated_delta_net.reference.mix``; rows of tokens in no sequence stay unwritten."""
+
+    def mix_trees(
+        self,
+        projected: Array,
+        weights: Any,
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        """The rows of ``out`` (of ``mix``) that are nodes; the state pool is only read.
+
+        See ``gated_delta_net.tree_reference.mix_trees``.
+        """
+
+    def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:
+        """Node states and their windows to state slots: ``tree_recurrence.keeping.copy_nodes``."""
+
+    def replay(self, rule: Rule, arrays: StateArrays, moves: Moves) -> None:
+        """Held inputs into state slots: ``tree_recurrence.keeping.replay``."""
+
+    def fold(self, rule: Rule, arrays: StateArrays, moves: Moves) -> None:
+        """Log rows into state slots: ``tree_recurrence.keeping.fold``."""
+
+    def move_rows(
+        self,
+        array: Array,
+        rows: npt.NDArray[np.int32],
+        sources: npt.NDArray[np.int32],
+        targets: npt.NDArray[np.int32],
+    ) -> None:
+        """Rows of a draft buffer, in order: ``tree_recurrence.keeping.move_rows``."""
 
     def pack_attention(self, weights: AttentionWeights) -> Any:
         """What ``attention`` takes."""
@@ -80,7 +124,12 @@ class Ops(Protocol):
     def attention(
         self, projected: Array, weights: Any, batch: RaggedQueries, k_pool: Array, v_pool: Array
     ) -> Array:
-        """See ``attention.reference.attention``."""
+        """See ``attention.reference.attention``. Raises ``ValueError`` if a pool is read-only."""
+
+    def attend_frozen(
+        self, projected: Array, weights: Any, batch: RaggedQueries, k: Array, v: Array
+    ) -> Array:
+        """See ``attention.reference.attend_frozen``; weights as ``attention`` takes them."""
 
 
 def load_ops(backend: str = "auto") -> Ops:

@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
@@ -71,6 +72,12 @@ def lane_mask(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", lanes, wide)
 
 
+def _require_mutable(array: Any) -> None:
+    """Read-only arrays are another type: a kernel that would write to one does not compile."""
+    if not array.mutable:
+        raise TypingError("this memory is read-only: a kernel may not write to it")
+
+
 def _vector_at(builder: Any, pointer: Any) -> Any:
     return builder.bitcast(pointer, _VECTOR.as_pointer())
 
@@ -104,6 +111,8 @@ def vload_first(typingctx: Any, array: Any, index: Any, count: Any) -> Any:
 def vstore(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """array.flat[index : index + 16] = value."""
 
+    _require_mutable(array)
+
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = flat_pointer(context, builder, signature.args[0], args[0], args[1])
         builder.store(args[2], _vector_at(builder, pointer), align=4)
@@ -115,6 +124,8 @@ def vstore(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 @intrinsic
 def vstore_first(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -> Any:
     """Write the first ``count`` lanes."""
+
+    _require_mutable(array)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = flat_pointer(context, builder, signature.args[0], args[0], args[1])
@@ -139,6 +150,7 @@ def at(typingctx: Any, array: Any, index: Any) -> Any:
 @intrinsic
 def put(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """array.flat[index] = value."""
+    _require_mutable(array)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = flat_pointer(context, builder, signature.args[0], args[0], args[1])

@@ -9,12 +9,20 @@ import numpy.typing as npt
 import torch
 
 from hyradix.kernels.attention import reference as attention_reference
-from hyradix.kernels.attention.reference import AttentionWeights, RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net import reference as mixer_reference
+from hyradix.kernels.gated_delta_net import tree_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.linear.packed import PackedLinear
+from hyradix.kernels.memory import ReadOnly
 from hyradix.kernels.rms_norm.reference import rms_norm
 from hyradix.kernels.swiglu.reference import swiglu
+from hyradix.kernels.tree_recurrence import keeping
+from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
+from hyradix.kernels.tree_recurrence.rules import Rule
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 Norm = tuple[torch.Tensor, float]
 
@@ -36,6 +44,9 @@ class TorchOps:
     def tensor(self, array: torch.Tensor) -> torch.Tensor:
         return array
 
+    def read_only(self, array: torch.Tensor) -> ReadOnly:
+        return ReadOnly(array)
+
     def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> torch.Tensor:
         return weight.index_select(0, torch.from_numpy(token_ids)).float()
 
@@ -47,6 +58,9 @@ class TorchOps:
 
     def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return weight, eps
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return rms_norm(x, *norm)
 
     def norm_linear(self, x: torch.Tensor, norm: Norm, weight: PackedLinear) -> torch.Tensor:
         return weight.multiply(rms_norm(x, *norm))
@@ -74,6 +88,36 @@ class TorchOps:
     ) -> torch.Tensor:
         return mixer_reference.mix(projected, weights, batch, conv_state, state)
 
+    def mix_trees(
+        self,
+        projected: torch.Tensor,
+        weights: MixerWeights,
+        trees: RaggedTrees,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        spec: SpecLayer,
+        out: torch.Tensor,
+    ) -> None:
+        tree_reference.mix_trees(projected, weights, trees, conv_state, state, spec, out)
+
+    def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:
+        keeping.copy_nodes(arrays, moves)
+
+    def replay(self, rule: Rule, arrays: StateArrays, moves: Moves) -> None:
+        keeping.replay(rule, arrays, moves)
+
+    def fold(self, rule: Rule, arrays: StateArrays, moves: Moves) -> None:
+        keeping.fold(rule, arrays, moves)
+
+    def move_rows(
+        self,
+        array: torch.Tensor,
+        rows: npt.NDArray[np.int32],
+        sources: npt.NDArray[np.int32],
+        targets: npt.NDArray[np.int32],
+    ) -> None:
+        keeping.move_rows(array, rows, sources, targets)
+
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
         return weights
 
@@ -86,3 +130,13 @@ class TorchOps:
         v_pool: torch.Tensor,
     ) -> torch.Tensor:
         return attention_reference.attention(projected, weights, batch, k_pool, v_pool)
+
+    def attend_frozen(
+        self,
+        projected: torch.Tensor,
+        weights: AttentionWeights,
+        batch: RaggedQueries,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        return attention_reference.attend_frozen(projected, weights, batch, k, v)

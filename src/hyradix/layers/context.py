@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyradix.kernels.attention.reference import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.ops import Array
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyradix.kernels.attention.reference import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.request import Int32Array, ScheduledBatch, StateSave
 from hyradix.runner.request_table import RequestTable

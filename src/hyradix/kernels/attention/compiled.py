@@ -3,7 +3,7 @@
 Owns: the per-token work. Does not know: projections, who owns a slot.
 Invariants: one query's result depends on its own row's slots only, summed in slot order by one
 thread: it has the same bits in whatever batch it is computed.
-Read next: ``reference.py`` (the readable twin; shapes are described there).
+Read next: ``reference.py`` (the readable twin; shapes are described there), ``queries.py``.
 """
 # mypy: ignore-errors
 # (kernels are typed by numba, not by annotations)
@@ -86,6 +86,17 @@ def prepare(projected, positions, slots, q_norm, k_norm, eps, angles, k_pool, v_
 
 
 @compiled()
+def prepare_queries(projected, positions, q_norm, eps, angles, q):
+    """Normalise and rotate q, which stands first in each row of ``projected``; q: ``[T, H, D]``."""
+    heads, dim, half = q.shape[1], q.shape[2], angles.shape[2]
+    for t in range(positions.size):
+        source, target, angle = t * projected.shape[1], t * heads * dim, positions[t] * 2 * half
+        for h in range(heads):
+            _norm_rotate(projected, source + h * dim, q, target + h * dim, dim, q_norm, eps,
+                         angles, angle, half)  # fmt: skip
+
+
+@compiled()
 def _scores(q, query, keys, places, length, dim, scores):
     """scores[j] = q . keys[places[j]] for one query head; four keys at a time hide latency."""
     whole = length - length % 4
@@ -144,19 +155,27 @@ def _weigh(scores, values, places, length, dim, factor, out, place):
 
 
 @compiled()
-def _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
+def _decode_task(
+    task, q, tokens, rows, first, lengths, tail_offsets, tail_columns, kv_table, k_pool, v_pool,
+    projected, out,
+):  # fmt: skip
     """One query token and one KV head: its group of query heads, gated."""
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     i, kv_head = task // kv_heads, task % kv_heads
-    t, length = tokens[i], lengths[i]
+    t, tail = tokens[i], tail_offsets[i]
+    prefix = np.int64(lengths[i]) - first
+    length = prefix + tail_offsets[i + 1] - tail
     slots = np.empty(length, np.int64)
-    for j in range(length):
-        slots[j] = (np.int64(kv_table[rows[i], j]) * kv_heads + kv_head) * dim
+    for j in range(prefix):
+        slots[j] = (np.int64(kv_table[rows[i], first + j]) * kv_heads + kv_head) * dim
+    for j in range(prefix, length):
+        column = tail_columns[tail + j - prefix]
+        slots[j] = (np.int64(kv_table[rows[i], column]) * kv_heads + kv_head) * dim
     scores = np.empty(length, np.float32)
     scale = _ONE / np.sqrt(np.float32(dim))
-    gates = t * projected.shape[1] + (heads + 2 * kv_heads) * dim
+    gates = (t + 1) * projected.shape[1] - heads * dim
     for h in range(kv_head * group, (kv_head + 1) * group):
         place = (t * heads + h) * dim
         _scores(q, place, k_pool, slots, length, dim, scores)
@@ -168,18 +187,26 @@ def _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, proje
 
 
 @compiled()
-def decode_serial(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
-    """Single queries: token ``tokens[i]`` of table row ``rows[i]`` sees ``lengths[i]`` keys.
+def decode_serial(
+    q, tokens, rows, first, lengths, tail_offsets, tail_columns, kv_table, k_pool, v_pool,
+    projected, out,
+):  # fmt: skip
+    """Single queries: what token ``tokens[i]`` of table row ``rows[i]`` sees: ``RaggedQueries``.
 
     q: ``[T, H, D]``; out: ``[T, H D]``, gated by the last H D columns of ``projected``.
     """
     for task in range(tokens.size * k_pool.shape[1]):
-        _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out)
+        _decode_task(task, q, tokens, rows, first, lengths, tail_offsets, tail_columns, kv_table,
+                     k_pool, v_pool, projected, out)  # fmt: skip
 
 
 @compiled(parallel=True)
-def decode_parallel(q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out):
+def decode_parallel(
+    q, tokens, rows, first, lengths, tail_offsets, tail_columns, kv_table, k_pool, v_pool,
+    projected, out,
+):  # fmt: skip
     """``decode_serial`` over all threads."""
     for i in prange(tokens.size * k_pool.shape[1]):
         task = np.int64(i)
-        _decode_task(task, q, tokens, rows, lengths, kv_table, k_pool, v_pool, projected, out)
+        _decode_task(task, q, tokens, rows, first, lengths, tail_offsets, tail_columns, kv_table,
+                     k_pool, v_pool, projected, out)  # fmt: skip

@@ -1,12 +1,11 @@
 """Gated attention over KV slots in torch: q/k norm, rotary, KV write, causal attention, gate.
 
-Owns: what a row reads and writes in the KV pool. Does not know: projections, who owns a slot.
+Owns: the arithmetic of a row's queries. Does not know: projections, who owns a slot.
 
 Invariants:
-- A row reads only the slots its table row names for positions below the query's own + 1.
-- Positions before ``write_from`` are read from the pool, never written.
+- A query reads the slots of the columns that ``queries.py`` says it sees, no others.
 - No more than ``QUERY_BLOCK`` queries are masked at a time.
-Read next: ``compiled.py``.
+Read next: ``queries.py`` (what a query sees), ``compiled.py``.
 """
 
 from __future__ import annotations
@@ -14,68 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from hyradix.kernels.attention.queries import Int32Array, RaggedQueries
 from hyradix.kernels.rms_norm.reference import rms_norm
 from hyradix.kernels.rotary.reference import apply_rotary
 
-Int32Array = npt.NDArray[np.int32]
 QUERY_BLOCK = 256
-SHORT = 8
-"""Rows with at most this many new tokens attend token by token."""
 FEW_QUERIES = 64
 FEW_SCORES = 1 << 18
 """Queries that attend without a mask over their prefix, and group x length they do it up to."""
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedQueries:
-    """Which positions of which table rows the tokens are.
-
-    cu_seqlens: ``int32[N+1]``. rows: ``int32[N]`` rows of ``kv_table``. starts: ``int32[N]`` first
-    positions. positions: ``int32[T]``. write_slots: ``int32[T]``, 0 where nothing is written.
-    kv_table: ``int32[max_requests, max_context]``. The rest splits the tokens, see ``of``:
-    long_rows: indices of rows that attend by blocks. short_tokens, short_rows, short_lengths:
-    tokens of all other rows, the table row of each and how many keys it sees.
-    """
-
-    cu_seqlens: Int32Array
-    rows: Int32Array
-    starts: Int32Array
-    positions: Int32Array
-    write_slots: Int32Array
-    kv_table: Int32Array
-    long_rows: tuple[int, ...]
-    short_tokens: Int32Array
-    short_rows: Int32Array
-    short_lengths: Int32Array
-
-    @classmethod
-    def of(
-        cls,
-        cu_seqlens: Int32Array,
-        rows: Int32Array,
-        starts: Int32Array,
-        positions: Int32Array,
-        write_slots: Int32Array,
-        kv_table: Int32Array,
-    ) -> RaggedQueries:
-        """Rows with more than ``SHORT`` tokens attend by blocks, the others token by token."""
-        counts = np.diff(cu_seqlens)
-        longest = int(counts.max(initial=0))
-        long_rows = tuple(np.flatnonzero(counts > SHORT).tolist()) if longest > SHORT else ()
-        if longest == 1:  # all decode: the tokens are the rows
-            tokens, token_rows = np.arange(len(rows), dtype=np.int32), rows
-        else:
-            tokens = np.flatnonzero(np.repeat(counts <= SHORT, counts)).astype(np.int32)
-            token_rows = np.repeat(rows, counts)[tokens]
-        lengths = positions[tokens] + np.int32(1)
-        return cls(
-            cu_seqlens, rows, starts, positions, write_slots, kv_table,
-            long_rows, tokens, token_rows, lengths,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +64,60 @@ def attention(
     k_pool.index_copy_(0, slots, k[written].to(k_pool.dtype))
     v_pool.index_copy_(0, slots, v.unflatten(1, (-1, dim))[written].to(v_pool.dtype))
     out = q.new_empty(q.shape)
-    for i in range(len(batch.rows)):
-        first, last = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
-        out[first:last] = attend_row(
-            q[first:last], batch.kv_table[batch.rows[i]], int(batch.starts[i]), k_pool, v_pool
-        )
+    for i in range(len(batch.rows) - batch.num_trees):
+        tokens, seen, start = batch.row(i)
+        out[tokens] = attend_row(q[tokens], seen, start, k_pool, v_pool)
+    _attend_each(q, batch, k_pool, v_pool, batch.tree_tokens, out)
     gated: torch.Tensor = out.flatten(1) * gate.sigmoid()
     return gated
+
+
+def attend_frozen(
+    projected: torch.Tensor,
+    weights: AttentionWeights,
+    batch: RaggedQueries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """Queries over KV that somebody else wrote: norm, rotary, attention, gate; nothing is written.
+
+    Args:
+        projected: ``[T, 2 H D]``: q of all heads, then the gates.
+        batch: token by token (no row with more than ``queries.SHORT`` tokens).
+        k, v: ``[slots, Hkv, D]``; may be read-only.
+
+    Returns: ``[T, H D]``. Raises: ``ValueError`` where a row is too long.
+    """
+    check_short(batch)
+    q, gate = projected.chunk(2, dim=1)
+    angles = weights.angles[torch.from_numpy(batch.positions).long()]
+    q = q.unflatten(1, (-1, weights.head_dim))
+    q = apply_rotary(rms_norm(q, weights.q_norm, weights.eps), angles)
+    out = q.new_empty(q.shape)
+    _attend_each(q, batch, k, v, range(len(batch.short_tokens)), out)
+    gated: torch.Tensor = out.flatten(1) * gate.sigmoid()
+    return gated
+
+
+def check_short(batch: RaggedQueries) -> None:
+    """Raises ``ValueError`` where some row does not attend token by token."""
+    if batch.long_rows:
+        raise ValueError("frozen KV is attended to token by token: give each token its own row")
+
+
+def _attend_each(
+    q: torch.Tensor,
+    batch: RaggedQueries,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    short: range,
+    out: torch.Tensor,
+) -> None:
+    """The ``short`` tokens (numbers in ``batch.short_tokens``), one after the other."""
+    for i in short:
+        token, slots = int(batch.short_tokens[i]), batch.slots_seen(i)
+        query = q[token : token + 1]
+        out[token] = attend_row(query, slots, len(slots) - 1, k_pool, v_pool)[0]
 
 
 def attend_row(

@@ -1,7 +1,8 @@
 """The recurrent mixer of a gated delta net in torch: convolution, gates, delta rule, gated norm.
 
 Owns: how the parts fit together on a ragged batch. Does not know: projections, who owns a slot.
-Invariants: float32 throughout; states exact at every saved depth; only the named slots change.
+Invariants: float32 throughout; states exact at every saved depth; only the named slots change; a
+single token is one ``update`` and one ``read``, as a node of a draft tree is (``tree_reference``).
 Read next: ``compiled.py`` (the fast twin).
 """
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from hyradix.kernels.causal_conv.reference import causal_conv
 from hyradix.kernels.gated_delta_rule.reference import chunked
 from hyradix.kernels.rms_norm.reference import gated_rms_norm
+from hyradix.kernels.tree_recurrence.rules import GDN, Inputs, read, spread_heads, update
 
 Int32Array = npt.NDArray[np.int32]
 L2_EPS = 1e-6
@@ -65,6 +67,8 @@ def mix(
 ) -> torch.Tensor:
     """Run every sequence from its slot's state; update the slot, fill the saves.
 
+    Tokens of no sequence (nodes of draft trees, at the end) are left out.
+
     Args:
         projected: ``[T, C + Hv dv + 2 Hv]``: q k v, then z, b, a.
         conv_state: ``[slots, K-1, C]``. state: ``[slots, Hv, dk, dv]``.
@@ -101,22 +105,45 @@ def _run(
     save_at: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """One sequence: outputs, final state, saved states, raw convolution columns."""
-    num_v_heads, dk, dv = initial.shape
+    q, inputs, columns = prepare(projected, weights, window, initial.shape)
+    if projected.shape[0] == 1:
+        _, final = update(GDN, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
+        o, saved = read(final, q[0]).unsqueeze(0), [final] * len(save_at)
+    else:
+        q, k = (spread_heads(x, initial.shape[0], dim=1) for x in (q, inputs.k))
+        g = inputs.g.squeeze(2)
+        o, final, saved = chunked(q, k, inputs.v, g, inputs.beta, initial, save_at=save_at)
+    return finish(o, projected, weights), final, saved, columns
+
+
+def prepare(
+    projected: torch.Tensor,
+    weights: MixerWeights,
+    window: torch.Tensor,
+    heads: tuple[int, ...],
+) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
+    """q ``[n, Hk, dk]``, the recurrence's inputs (no leading N), all raw columns ``[K-1+n, C]``.
+
+    projected: ``[n, ...]`` tokens that follow ``window`` ``[K-1, C]``. heads: (Hv, dk, dv).
+    """
+    num_v_heads, dk, dv = heads
     key_dim, value_dim = weights.num_k_heads * dk, num_v_heads * dv
-    mixed, z, b, a = projected.split(
+    mixed, _, b, a = projected.split(
         [2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=1
     )
     mixed, columns = causal_conv(mixed, weights.conv, window)
     q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=1)
-    ratio = num_v_heads // weights.num_k_heads
-    q = _unit(q.unflatten(1, (-1, dk))).repeat_interleave(ratio, dim=1) * dk**-0.5
-    k = _unit(k.unflatten(1, (-1, dk))).repeat_interleave(ratio, dim=1)
+    q = _unit(q.unflatten(1, (-1, dk))) * dk**-0.5
+    k = _unit(k.unflatten(1, (-1, dk)))
     g = weights.decay_rate * F.softplus(a + weights.dt_bias)
-    o, final, saved = chunked(
-        q, k, v.unflatten(1, (-1, dv)), g, b.sigmoid(), initial, save_at=save_at
-    )
-    o = gated_rms_norm(o, z.unflatten(1, (-1, dv)), weights.norm, weights.eps)
-    return o.flatten(1), final, saved, columns
+    return q, Inputs(k, v.unflatten(1, (-1, dv)), g.unsqueeze(2), b.sigmoid()), columns
+
+
+def finish(o: torch.Tensor, projected: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
+    """``[n, Hv, dv]`` -> ``[n, Hv dv]``: norm, gated by the tokens' z."""
+    num_v_heads, dv = o.shape[1:]
+    z = projected[:, -(dv + 2) * num_v_heads : -2 * num_v_heads]
+    return gated_rms_norm(o, z.unflatten(1, (-1, dv)), weights.norm, weights.eps).flatten(1)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

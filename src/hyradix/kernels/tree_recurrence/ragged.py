@@ -86,13 +86,20 @@ def taps_of(
 
     Row j of the log has column ``first_row`` + j; the base's window stays in the pool.
     """
+    sizes = np.diff(trees.cu_nodes)
+    bases, logs = np.repeat(trees.cu_nodes[:-1], sizes), np.repeat(num_log_rows, sizes)
     taps = np.empty((len(trees.parents), width), np.int32)
-    for tree in range(trees.num_trees):
-        base, end = int(trees.cu_nodes[tree]), int(trees.cu_nodes[tree + 1])
-        log = [first_row + j for j in range(int(num_log_rows[tree]))]
-        before = [-1 - j for j in range(width - 1)] + log
-        for i in range(base, end):
-            path = trees.path_nodes[trees.path_offsets[i] : trees.path_offsets[i + 1]]
-            columns = [first_node + int(node) for node in path[-width:]]
-            taps[i] = [*before[len(before) - (width - len(columns)) :], *columns]
+    node = np.arange(len(trees.parents), dtype=np.int32) - bases
+    for tap in range(width - 1, -1, -1):  # up the tree; -n: the n-th column before the root
+        row = logs + node
+        before = np.where(row >= 0, first_row + row, -(width + row))
+        taps[:, tap] = np.where(node >= 0, first_node + node, before)
+        parent = trees.parents[bases + np.maximum(node, 0)]
+        node = np.where(node >= 0, parent, node - 1)
     return taps
+
+
+def window_taps(counts: Int32Array, *, width: int, first_row: int) -> Int32Array:
+    """Columns of the window after ``counts`` ``int32[J]`` rows: ``int32[J, K-1]``, as ``taps``."""
+    row = counts[:, None] + np.arange(1 - width, 0, dtype=np.int32)
+    return np.where(row >= 0, first_row + row, -(width + row)).astype(np.int32)
