@@ -1,9 +1,13 @@
-"""Full attention with an output gate. Owns: its weights. Read next: ``kernels/attention``."""
+"""Full attention with an output gate: over its own KV, or over another layer's.
+
+Owns: its weights. Read next: ``kernels/attention``.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
@@ -32,7 +36,32 @@ class GatedAttention:
 
     def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
         """``[T, hidden]`` -> x + attention(norm(x)), ``[T, hidden]``."""
+        memory = context.memory
+        return self.attend(x, norm, context.queries, memory.k[self._index], memory.v[self._index])
+
+    def attend(self, x: Array, norm: RmsNorm, queries: RaggedQueries, k: Array, v: Array) -> Array:
+        """``forward`` over a given layer's pool, ``[slots, Hkv, D]``."""
         projected = self._ops.norm_linear(x, norm.packed, self._qkvg)
-        k, v = context.memory.k[self._index], context.memory.v[self._index]
-        mixed = self._ops.attention(projected, self._weights, context.queries, k, v)
+        mixed = self._ops.attention(projected, self._weights, queries, k, v)
+        return self._ops.linear_add(mixed, self._out, x)
+
+
+class FrozenAttention:
+    """Queries over KV that another layer wrote; it has none of its own and writes none.
+
+    qg: ``[2 H D, hidden]``: q of all heads, then gates. out: ``[hidden, H D]``.
+    """
+
+    def __init__(
+        self, ops: Ops, qg: torch.Tensor, out: torch.Tensor, weights: AttentionWeights
+    ) -> None:
+        self._ops = ops
+        self._qg = ops.pack_linear(qg)
+        self._out = ops.pack_linear(out)
+        self._weights = ops.pack_attention(weights)
+
+    def attend(self, x: Array, norm: RmsNorm, queries: RaggedQueries, k: Array, v: Array) -> Array:
+        """``[T, hidden]`` -> x + attention(norm(x)). k, v: read-only, ``[slots, Hkv, D]``."""
+        projected = self._ops.norm_linear(x, norm.packed, self._qg)
+        mixed = self._ops.attend_frozen(projected, self._weights, queries, k, v)
         return self._ops.linear_add(mixed, self._out, x)

@@ -83,6 +83,13 @@ def has_weights(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
+def weight_names(directory: Path) -> list[str]:
+    """Names of all weights, from the index or the headers; none where there are no files."""
+    if (directory / INDEX).exists():
+        return list(read_json(directory / INDEX).get("weight_map", {}))
+    return list(shapes_in(shard_paths(directory))) if has_weights(directory) else []
+
+
 def shapes_in(paths: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Weight name -> (file, shape), from the files' headers."""
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}

@@ -7,7 +7,7 @@ Read next: ``registry.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hyradix.errors import ModelLoadError
@@ -93,6 +93,8 @@ class ModelConfig(CacheConfig):
     rotary_dim: int
     rope_theta: float
     eos_token_ids: tuple[int, ...] = ()
+    draft_intermediate_sizes: dict[str, int] = field(default_factory=dict)
+    """Of the draft heads whose MLP is of another size than the target's."""
 
 
 def require(raw: RawConfig, key: str, kind: type) -> Any:
@@ -131,6 +133,16 @@ def rope(raw: RawConfig, head_dim: int) -> tuple[float, int]:
             "rotary dimensions; an even number is needed"
         )
     return float(theta), dims
+
+
+def draft_sizes(raw: RawConfig) -> dict[str, int]:
+    """``draft_heads``: intermediate sizes by the name of the head, where they are given."""
+    heads = require({"draft_heads": {}, **raw}, "draft_heads", dict)
+    return {
+        str(name): positive(head, "intermediate_size")
+        for name, head in heads.items()
+        if "intermediate_size" in head
+    }
 
 
 def eos_ids(*sources: RawConfig) -> tuple[int, ...]:

@@ -19,7 +19,16 @@ from hyradix.models import checkpoint
 from hyradix.models.checkpoint import Progress, listed
 from hyradix.models.config import ModelConfig, RawConfig
 from hyradix.models.decoder import Decoder, DecoderBuilder, Tensors, expected_shapes
+from hyradix.models.head_names import (
+    HEADS,
+    HeadName,
+    check_head,
+    flat_head_name,
+    head_shapes,
+    heads_in,
+)
 from hyradix.models.registry import FAMILIES, Family, find_family
+from hyradix.spec_config import ProposerName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,7 +52,7 @@ def load_config(directory: Path | str) -> ModelConfig:
 def model_facts(
     model: Path | str | ModelConfig, dtype: str = "float32", *, device: str = "cpu", name: str = ""
 ) -> ModelFacts:
-    """What ``hyradix.config.resolve`` asks for, from config.json alone.
+    """What ``hyradix.config.resolve`` asks for, from config.json and the weights' names alone.
 
     On the CPU, KV is float32 whatever ``dtype`` says: only weights follow it.
     """
@@ -52,18 +61,23 @@ def model_facts(
         name = Path(model).name
     shapes = expected_shapes(config, FAMILIES[config.family])
     element_bytes = DTYPES[dtype].itemsize
+    kv_element_bytes = 4 if device == "cpu" else element_bytes
+    heads: tuple[HeadName, ...] = ()
+    if not isinstance(model, ModelConfig):
+        heads = heads_in(checkpoint.weight_names(Path(model)))
     return ModelFacts(
         name=name or config.architecture,
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_position=config.max_position,
-        kv_bytes_per_slot=config.kv_bytes_per_slot(4 if device == "cpu" else element_bytes),
+        kv_bytes_per_slot=config.kv_bytes_per_slot(kv_element_bytes),
         state_bytes_per_slot=config.state_bytes_per_slot,
         eos_token_ids=config.eos_token_ids,
         weight_bytes=sum(math.prod(shape) for shape in shapes.values()) * element_bytes,
-        recurrent=config.recurrent_shape(4 if device == "cpu" else element_bytes),
+        recurrent=config.recurrent_shape(kv_element_bytes),
         hidden_bytes=4 * config.hidden_size,
-        draft_kv_bytes=0,
+        draft_kv_bytes=2 * config.num_kv_heads * config.head_dim * kv_element_bytes,
+        proposers=("ngram", *heads),
     )
 
 
@@ -74,6 +88,7 @@ def load_model(
     load_format: str = "auto",
     backend: str = "auto",
     max_context: int | None = None,
+    proposer: ProposerName | None = None,
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> Decoder:
@@ -84,17 +99,20 @@ def load_model(
         load_format: ``auto`` reads safetensors; ``dummy`` draws random weights from ``seed``.
         backend: ``auto``, ``compiled`` or ``torch`` (see ``kernels.ops``).
         max_context: longest sequence that will be run; default: the checkpoint's.
+        proposer: whose draft head is loaded too; ``ngram`` has none.
 
-    Raises: ``ModelLoadError``, listing every weight that is missing, unknown or of a wrong shape.
+    Raises: ``ModelLoadError``, listing every weight that is missing, unknown or of a wrong shape,
+    or saying why the draft head cannot be used.
     """
     config = load_config(directory)
     family, ops = FAMILIES[config.family], load_ops(backend)
     report = on_progress or checkpoint._silent
+    head = next((name for name in HEADS if name == proposer), None)
     if load_format == "dummy":
-        tensors = init_random(config, seed)
+        tensors = init_random(config, seed, head=head)
     else:
-        tensors = _read(Path(directory), config, family, report)
-    return build_model(config, tensors, ops, dtype=dtype, max_context=max_context)
+        tensors = _read(Path(directory), config, family, head, report)
+    return build_model(config, tensors, ops, dtype=dtype, max_context=max_context, head=head)
 
 
 def build_model(
@@ -104,25 +122,46 @@ def build_model(
     *,
     dtype: str = "float32",
     max_context: int | None = None,
+    head: HeadName | None = None,
 ) -> Decoder:
-    """A ``Decoder`` from flat named weights, which are taken out of ``tensors``."""
+    """A ``Decoder`` from flat named weights, which are taken out of ``tensors``.
+
+    head: the draft head whose weights are among them.
+    """
     length = max_context or config.max_position
     builder = DecoderBuilder(config, FAMILIES[config.family], ops, DTYPES[dtype], length)
     with torch.inference_mode():
-        return builder.build(tensors)
+        return builder.build(tensors, head)
 
 
-def _read(directory: Path, config: ModelConfig, family: Family, report: Progress) -> Tensors:
-    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+Found = dict[str, tuple[Path, str, tuple[int, ...]]]
+"""Flat name -> (file, name in it, shape)."""
+
+
+def _find(directory: Path, family: Family, head: HeadName | None) -> Found:
+    """What the files have of the model and of ``head``; other heads are left aside."""
+    found: Found = {}
     for name, (path, shape) in checkpoint.shapes_in(checkpoint.shard_paths(directory)).items():
-        flat = family.map_name(name)
+        flat = flat_head_name(name)
+        if flat is None:
+            flat = family.map_name(name)
+        elif head is None or not flat.startswith(f"{head}."):
+            continue
         if flat is not None:
             found[flat] = (path, name, shape)
+    return found
+
+
+def _read(
+    directory: Path, config: ModelConfig, family: Family, head: HeadName | None, report: Progress
+) -> Tensors:
+    found = _find(directory, family, head)
     if config.is_tied:
         found.pop("lm_head.weight", None)  # some writers store the tied copy too
-    _check(
-        expected_shapes(config, family), {n: shape for n, (_, _, shape) in found.items()}, directory
-    )
+    if head is not None:
+        check_head(head, found)
+    shapes = _shapes(config, family, head)
+    _check(shapes, {n: shape for n, (_, _, shape) in found.items()}, directory)
     flat_names = {name: flat for flat, (_, name, _) in found.items()}
     by_path: dict[Path, list[str]] = {}
     for path, name, _ in found.values():
@@ -132,6 +171,13 @@ def _read(directory: Path, config: ModelConfig, family: Family, report: Progress
         tensors[flat_names[name]] = tensor
         report("weights", done, len(found))
     return tensors
+
+
+def _shapes(
+    config: ModelConfig, family: Family, head: HeadName | None
+) -> dict[str, tuple[int, ...]]:
+    own = head_shapes(config, head) if head is not None else {}
+    return {**expected_shapes(config, family), **own}
 
 
 def _check(
@@ -155,11 +201,11 @@ def _check(
         )
 
 
-def init_random(config: ModelConfig, seed: int = 0) -> Tensors:
+def init_random(config: ModelConfig, seed: int = 0, *, head: HeadName | None = None) -> Tensors:
     """Random float32 weights of the right shapes: for benchmarks, not for sense."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
-    for name, shape in expected_shapes(config, FAMILIES[config.family]).items():
+    for name, shape in _shapes(config, FAMILIES[config.family], head).items():
         tensor = torch.empty(shape)
         if name.endswith("A_log"):
             tensor.uniform_(0.01, 16.0, generator=generator).log_()

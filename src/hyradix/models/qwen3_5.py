@@ -3,7 +3,7 @@
 Owns: names and layouts. Does not know: files, layers' arithmetic.
 Two forms: flat (``qwen3_5_text``, weights ``model.layers...``) and nested (``qwen3_5``, config
 under ``text_config``, weights ``model.language_model.layers...`` beside a vision tower that is
-skipped, as are the ``mtp.`` draft weights).
+skipped).
 Read next: ``decoder.py``.
 """
 
@@ -18,6 +18,7 @@ from hyradix.models.config import (
     LayerKind,
     ModelConfig,
     RawConfig,
+    draft_sizes,
     eos_ids,
     positive,
     require,
@@ -47,8 +48,9 @@ _KINDS: dict[str, LayerKind] = {
 def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     """config.json (and generation_config.json, or ``{}``) to ``ModelConfig``."""
     text = _text_part(raw)
-    if text is not raw and "tie_word_embeddings" not in text:
-        text = {**text, "tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+    if text is not raw:
+        shared = ("tie_word_embeddings", "draft_heads")
+        text = {**{key: value for key, value in raw.items() if key in shared}, **text}
     return parse_text(
         text, "qwen3_5", ARCHITECTURES[text is not raw], eos_ids(generation, raw, text)
     )
@@ -105,6 +107,7 @@ def parse_text(
         rotary_dim=rotary_dim,
         rope_theta=theta,
         eos_token_ids=eos_token_ids,
+        draft_intermediate_sizes=draft_sizes(text),
     )
 
 
@@ -133,7 +136,7 @@ def _layers(text: RawConfig) -> tuple[LayerKind, ...]:
 
 def map_name(name: str) -> str | None:
     """A checkpoint's weight name in the flat form, or None for what is not needed."""
-    if name.startswith(("model.visual.", "visual.", "mtp.", "model.mtp.")):
+    if name.startswith(("model.visual.", "visual.")):
         return None
     prefix = "model.language_model."
     return "model." + name[len(prefix) :] if name.startswith(prefix) else name

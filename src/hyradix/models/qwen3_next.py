@@ -49,7 +49,7 @@ def _sparse_layers(raw: RawConfig) -> list[int]:
 
 def map_name(name: str) -> str | None:
     """A checkpoint's weight name in the flat form, or None for what is not needed."""
-    return None if name.startswith(("mtp.", "model.mtp.")) else name
+    return name
 
 
 def recurrent_shapes(config: ModelConfig) -> Shapes:

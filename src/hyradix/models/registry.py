@@ -28,7 +28,7 @@ class Family(Protocol):
         """config.json to ``ModelConfig``."""
 
     def map_name(self, name: str) -> str | None:
-        """Checkpoint weight name to the flat form; None: not needed."""
+        """Checkpoint weight name to the flat form; None: not needed. Draft heads never get here."""
 
     def recurrent_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Input projections of one recurrent layer, by name within the layer."""

@@ -1,0 +1,99 @@
+"""What proposers with a draft head have in common: the rows' last hidden states, and the beam.
+
+Owns: h of the last consumed token of each row; the loop that grows trees step by step, in one
+batch over all rows. Does not know: where the head's keys and values are.
+Invariant: logits are computed for nodes that are expanded, and for no others.
+Read next: ``mtp.py``, ``frozen_kv_mtp.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from hyradix.kernels.ops import Array
+from hyradix.models.draft_heads import DraftHead
+from hyradix.request import BoolArray, Int32Array, Int64Array
+from hyradix.sampling.ordering import largest
+from hyradix.spec_decode.beam import Beam, FloatArray, Frontier
+from hyradix.spec_decode.drafts import Drafts
+from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
+
+
+class HeadProposer(ABC):
+    """See ``proposer.Proposer``.
+
+    token_ids, kv_slots: ``int32[max_requests, width]``, the runner's tables; only read.
+    k, v: ``[num_kv_slots + 1, Hkv, D]`` as ``DraftHead.forward`` takes them.
+    """
+
+    uses_hidden = True
+
+    def __init__(
+        self, head: DraftHead, token_ids: Int32Array, kv_slots: Int32Array, k: Array, v: Array
+    ) -> None:
+        self._head = head
+        self._ops = head.ops
+        self._token_ids = token_ids
+        self._kv_slots = kv_slots
+        self._k = k
+        self._v = v
+        self._last = torch.zeros(len(token_ids), head.hidden_size)
+        self._consumed = np.zeros(len(token_ids), np.int32)
+        """Tokens of which ``_last`` is the last; 0: there is none."""
+
+    def enter(self, row: int, hidden: torch.Tensor | None) -> None:
+        """See ``proposer.Proposer``."""
+        self._consumed[row] = 0
+        if hidden is not None:
+            self._last[row] = hidden
+
+    def propose(self, batch: DraftRound) -> Drafts:
+        """See ``proposer.Proposer``."""
+        head, topk = self._head, batch.shape.topk
+        roots = self._token_ids[batch.rows, batch.starts]
+        max_nodes = np.where(self._is_ready(batch), batch.max_nodes, 1)
+        beam = Beam(roots, max_nodes, batch.max_depth, batch.shape)
+        frontier = beam.frontier()
+        if frontier is None:
+            return beam.finish()
+        x = self._expand_roots(batch, frontier)
+        while True:
+            beam.grow(*children_of(head.logits(x), topk))
+            frontier = beam.frontier()
+            if frontier is None:
+                return beam.finish()
+            hidden = self._ops.select(head.normalize(x), frontier.parents.astype(np.int32))
+            x = self._expand(batch, frontier, hidden)
+
+    def _remember(self, step: ConsumedTokens) -> None:
+        """Keep h of each row's last token."""
+        rows, last = torch.from_numpy(step.rows).long(), step.cu_tokens[1:] - 1
+        hidden = self._ops.tensor(step.hidden)
+        self._last[rows] = hidden.index_select(0, torch.from_numpy(last))
+        self._consumed[step.rows] = step.ends
+
+    def _of_rows(self, held: torch.Tensor, rows: Int32Array) -> Array:
+        """Rows of what is held for every request."""
+        return self._ops.view(held.index_select(0, torch.from_numpy(rows)))
+
+    @abstractmethod
+    def _is_ready(self, batch: DraftRound) -> BoolArray:
+        """``bool[B]``: which rows can be drafted for."""
+
+    @abstractmethod
+    def _expand_roots(self, batch: DraftRound, frontier: Frontier) -> Array:
+        """The head's output for the roots of the frontier."""
+
+    @abstractmethod
+    def _expand(self, batch: DraftRound, frontier: Frontier, hidden: Array) -> Array:
+        """The head's output for nodes whose parents' is ``hidden``, normalised, ``[Q, hidden]``."""
+
+
+def children_of(logits: torch.Tensor, topk: int) -> tuple[Int64Array, FloatArray]:
+    """The likeliest tokens of ``[Q, V]`` and their log probabilities, best first; ``[Q, topk]``."""
+    ids = largest(logits, min(topk, logits.shape[-1]))
+    logprobs = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
+    return ids.cpu().numpy(), logprobs.clamp(max=0.0).double().cpu().numpy()

@@ -1,0 +1,156 @@
+"""Drafts by the checkpoint's own draft layer (``mtp``), which has KV of its own for every token.
+
+Owns: which pairs the layer has seen, and its output for the newest. Does not know: the pools'
+sizes, who was accepted.
+
+Columns of one row that has consumed n tokens (its root t_n at column n):
+
+    0        1 .. n-1           n                     n+1 .. n+T-2
+    no pair  (h_{i-1}, t_i)     (h_{n-1}, t_n), if    scratch: nodes that this round expands
+             kept               the token has a slot
+
+Invariants:
+- The pair (h_{i-1}, t_i) has its KV in the slot of token i, so it depends on nothing that follows;
+  what a draft wrote there is written again, by ``learn``, with the target's hidden state.
+- Only columns that the row owns are written: from ``write_from`` on, and scratch.
+- The output for the newest pair is the first step of the next round. A row without it (its newest
+  token had no slot, or has got another one since) gets no drafts in that round.
+Read next: ``models/draft_heads.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.ops import Array
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees
+from hyradix.models.draft_heads import DraftHead
+from hyradix.request import BoolArray, Int32Array
+from hyradix.spec_config import ProposerName
+from hyradix.spec_decode.beam import Frontier
+from hyradix.spec_decode.head_proposer import HeadProposer
+from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
+
+FIRST = 1
+"""The first column that has a pair."""
+
+
+class MtpProposer(HeadProposer):
+    """See ``proposer.Proposer``. k, v: the draft layer's part of the KV pool, written."""
+
+    name: ProposerName = "mtp"
+    num_draft_layers = 1
+
+    def __init__(
+        self, head: DraftHead, token_ids: Int32Array, kv_slots: Int32Array, k: Array, v: Array
+    ) -> None:
+        super().__init__(head, token_ids, kv_slots, k, v)
+        self._outputs = torch.zeros_like(self._last)
+        self._newest = np.full(len(token_ids), -1, np.int32)
+        """Column whose pair ``_outputs`` is for; -1: none."""
+        self._newest_slot = np.zeros(len(token_ids), np.int32)
+
+    def enter(self, row: int, hidden: torch.Tensor | None) -> None:
+        """See ``proposer.Proposer``."""
+        super().enter(row, hidden)
+        self._newest[row] = -1
+
+    def learn(self, step: ConsumedTokens) -> None:
+        """See ``proposer.Proposer``. Cost: the layer over every pair that is new."""
+        has_next = step.next_slots > 0
+        is_known = self._has_newest(step.rows, step.starts)
+        begins = np.maximum(np.maximum(step.starts + is_known, step.write_from), FIRST)
+        begins = np.where(has_next, np.minimum(begins, step.ends), begins).astype(np.int32)
+        counts = np.maximum(step.ends + has_next - begins, 0)
+        self._newest[step.rows] = -1
+        if counts.any():
+            x, cu_pairs = self._run_pairs(step, begins, counts)
+            rows, last = step.rows[has_next], cu_pairs[1:][has_next] - 1
+            newest = self._ops.tensor(self._ops.select(x, last))
+            self._outputs[torch.from_numpy(rows).long()] = newest
+            self._newest[rows] = step.ends[has_next]
+            self._newest_slot[rows] = step.next_slots[has_next]
+        self._remember(step)
+
+    def warm_up(self) -> None:
+        """See ``proposer.Proposer``."""
+        zero, one, cu = np.zeros(1, np.int32), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
+        table = np.zeros((1, 2), np.int32)
+        node = FlatTrees(cu, -one, zero, cu, zero)
+        for trees in (None, node):
+            queries = RaggedQueries.of(cu, zero, one, one, zero, table, trees=trees, first=FIRST)
+            hidden = self._of_rows(self._last, zero)
+            x = self._head.forward(zero, hidden, queries, self._k, self._v)
+            self._head.logits(x)
+            self._head.normalize(x)
+
+    def _has_newest(self, rows: Int32Array, columns: Int32Array) -> BoolArray:
+        """Where the newest pair is that of ``columns``, and still has its KV there."""
+        slots = self._kv_slots[rows, columns]
+        result: BoolArray = (self._newest[rows] == columns) & (self._newest_slot[rows] == slots)
+        return result
+
+    def _run_pairs(
+        self, step: ConsumedTokens, begins: Int32Array, counts: Int32Array
+    ) -> tuple[Array, Int32Array]:
+        """The layer over pairs [begins, begins + counts) of each row; its output, and offsets."""
+        cu_pairs = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=cu_pairs[1:])
+        owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        positions = np.arange(cu_pairs[-1], dtype=np.int32) + (begins - cu_pairs[:-1])[owner]
+        rows = step.rows[owner]
+        slots = self._kv_slots[rows, positions]
+        write_slots = np.where(positions >= step.write_from[owner], slots, np.int32(0))
+        queries = RaggedQueries.of(
+            cu_pairs, step.rows, begins, positions, write_slots, self._kv_slots, first=FIRST
+        )
+        x = self._head.forward(
+            self._token_ids[rows, positions],
+            self._hidden_before(step, owner, positions),
+            queries,
+            self._k,
+            self._v,
+        )
+        return x, cu_pairs
+
+    def _hidden_before(
+        self, step: ConsumedTokens, owner: Int32Array, positions: Int32Array
+    ) -> Array:
+        """h of the token before each position: of this step, or the last of the step before."""
+        behind = positions - step.starts[owner] - 1
+        index = np.maximum(step.cu_tokens[:-1][owner] + behind, 0).astype(np.int32)
+        hidden = self._ops.select(step.hidden, index)
+        at_start = np.flatnonzero(behind < 0)
+        if len(at_start):
+            rows = torch.from_numpy(step.rows[owner[at_start]])
+            held = self._last.index_select(0, rows)
+            self._ops.tensor(hidden).index_copy_(0, torch.from_numpy(at_start), held)
+        return hidden
+
+    def _is_ready(self, batch: DraftRound) -> BoolArray:
+        return self._has_newest(batch.rows, batch.starts)
+
+    def _expand_roots(self, batch: DraftRound, frontier: Frontier) -> Array:
+        """It was computed when the root was sampled."""
+        return self._of_rows(self._outputs, batch.rows[frontier.trees])
+
+    def _expand(self, batch: DraftRound, frontier: Frontier, hidden: Array) -> Array:
+        """Each node sees pairs 1..n-1, then its path: the root's at column n, scratch behind it."""
+        rows, starts = batch.rows[frontier.trees], batch.starts[frontier.trees]
+        count, length = frontier.paths.shape
+        each = np.arange(count + 1, dtype=np.int32)
+        alone = FlatTrees(  # trees of one node: those above them were computed before
+            cu_nodes=each,
+            parents=np.full(count, -1, np.int32),
+            depths=np.full(count, frontier.depth, np.int32),
+            path_offsets=each * np.int32(length),
+            path_nodes=frontier.paths.reshape(-1),
+        )
+        slots = self._kv_slots[rows, starts + frontier.paths[:, -1]]
+        positions = starts + np.int32(frontier.depth)
+        queries = RaggedQueries.of(
+            each, rows, starts, positions, slots, self._kv_slots, trees=alone, first=FIRST
+        )
+        return self._head.forward(frontier.token_ids, hidden, queries, self._k, self._v)
