@@ -196,7 +196,7 @@ def _work(job: tuple[str, Any, Any]) -> Any:
     """In a worker process: a part of the reference, or a case."""
     global _engines
     if _engines is None:
-        _engines = DemoEngines(proposers=True)
+        _engines = DemoEngines()
     kind, what, items = job
     if kind == "reference":
         return make_reference(_engines, items, what)

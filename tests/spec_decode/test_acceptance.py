@@ -159,9 +159,7 @@ def test_a_node_that_is_not_finite_is_not_entered(bad: float) -> None:
 def test_logprobs_of_every_token_of_the_run() -> None:
     params = SamplingParams(temperature=0.0, logprobs=2, ignore_eos=True, max_tokens=None)
     first, second = plain(params, [5], 0, 2)
-    accepted = verify(
-        make_sampler(params, [5], 1), [(5,)], [([5, first, 0], [-1, 0, 1])], [3]
-    )
+    accepted = verify(make_sampler(params, [5], 1), [(5,)], [([5, first, 0], [-1, 0, 1])], [3])
     (logprobs,) = accepted.logprobs
     assert logprobs is not None
     assert logprobs.token_ids[:2].tolist() == [first, second]

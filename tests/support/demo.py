@@ -7,10 +7,12 @@ from pathlib import Path
 from hyradix.config import DeviceFacts, Settings, resolve
 from hyradix.engine.build import _info, find_model
 from hyradix.engine.engine import Engine
+from hyradix.models.decoder import Decoder
 from hyradix.models.loader import load_model, model_facts
 from hyradix.runner.background import BackgroundRunner
 from hyradix.runner.runner import ModelRunner
 from hyradix.sampling.sampler import Sampler
+from hyradix.spec_config import ProposerName
 from hyradix.text.tokenizer import Tokenizer
 
 
@@ -22,7 +24,13 @@ class DemoEngines:
         self.dtype = dtype
         self.tokenizer = Tokenizer.from_dir(self.directory)
         self.facts = model_facts(self.directory, dtype, name="demo")
-        self.model = load_model(self.directory, dtype=dtype)
+        self._models: dict[str | None, Decoder] = {}
+
+    def model(self, proposer: ProposerName | None = None) -> Decoder:
+        """The model, with the draft head of ``proposer``; loaded once each."""
+        if proposer not in self._models:
+            self._models[proposer] = load_model(self.directory, dtype=self.dtype, proposer=proposer)
+        return self._models[proposer]
 
     def make(self, **options: object) -> Engine:
         """An engine; 16 Ki KV slots and 64 states unless told."""
@@ -31,8 +39,9 @@ class DemoEngines:
         config = resolve(
             settings, self.facts, DeviceFacts(kind="cpu", free_bytes=1 << 33, num_threads=2)
         )
+        model = self.model(config.spec.proposer if config.spec is not None else None)
         sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
-        runner = ModelRunner(self.model, config, sampler)
+        runner = ModelRunner(model, config, sampler)
         info = _info(config, self.facts, self.directory, 0.0)
         steps = BackgroundRunner(runner.execute) if config.overlap else runner
         return Engine(config, steps, self.tokenizer, info)

@@ -48,7 +48,11 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     facts = _facts(settings, directory, tokenizer)
     config = resolve(settings, facts, device)
     model = load_model(
-        directory, dtype=config.dtype, max_context=config.max_context, on_progress=on_progress
+        directory,
+        dtype=config.dtype,
+        proposer=config.spec.proposer if config.spec is not None else None,
+        max_context=config.max_context,
+        on_progress=on_progress,
     )
     sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
     runner = ModelRunner(model, config, sampler)

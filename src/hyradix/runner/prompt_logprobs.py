@@ -40,7 +40,7 @@ def prompt_logprobs(
     model: Decoder,
     sampler: LogprobsOf,
 ) -> tuple[PromptLogprobs, ...]:
-    """For every plain row that asks for them: tokens [start + 1, min(start + n + 1, prompt length))."""
+    """For every row that asks for them: tokens [start + 1, min(start + n + 1, prompt length))."""
     found = []
     plain = prepared.order[: prepared.num_plain]
     for i, first in zip(plain.tolist(), prepared.cu_tokens.tolist(), strict=False):

@@ -25,7 +25,7 @@ class RequestTable:
         self.token_ids: Int32Array = np.zeros((num_rows, config.max_context), np.int32)
         self.kv_slots: Int32Array = np.zeros((num_rows, config.table_width), np.int32)
         self.num_slots: Int32Array = np.zeros(num_rows, np.int32)
-        """Columns of ``kv_slots`` that are the row's; what stands behind them is somebody else's."""
+        """Columns of ``kv_slots`` that are the row's; what stands behind them is another's."""
         self._inits: list[RowInit | None] = [None] * num_rows
 
     def apply(self, batch: ScheduledBatch) -> None:
@@ -51,6 +51,6 @@ class RequestTable:
         self.token_ids[row, position:end] = token_ids[: end - position]
 
     def reorder(self, row: int, start: int, path: Int32Array, num_nodes: int) -> None:
-        """Draft nodes at columns start.. were verified and ``path`` consumed: see ``slot_order``."""
+        """Nodes at columns start.. were verified and ``path`` consumed: see ``slot_order``."""
         columns = self.kv_slots[row, start : start + num_nodes]
         columns[:] = columns[slot_order(path, num_nodes)]

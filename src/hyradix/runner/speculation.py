@@ -37,7 +37,7 @@ from hyradix.state_bytes import SpecShape, SpecStateMode
 
 @dataclass(slots=True)
 class Speculation:
-    """See the module's docstring. ``proposer`` None: no drafts; ``keeper`` None: decode in place."""
+    """proposer None: no drafts. keeper and mode None: decode in place."""
 
     config: EngineConfig
     model: Decoder
@@ -76,7 +76,7 @@ class Speculation:
         """Bring lagging states up where the round needs it, then draft; None: no trees."""
         if self.keeper is None:
             return None
-        index = np.flatnonzero(batch.max_nodes > 0)
+        index = np.flatnonzero(batch.max_nodes > 0).astype(np.int32)
         if len(index) == 0:
             return None
         rows, slots = batch.rows[index], batch.state_slots[index]
@@ -86,15 +86,16 @@ class Speculation:
             is_drafted = np.diff(drafts.cu_nodes) > 1
             if not is_drafted.any():
                 return None
-            index, drafts = index[is_drafted], drafts.take(np.flatnonzero(is_drafted))
+            kept = np.flatnonzero(is_drafted).astype(np.int32)
+            index, drafts = index[kept], drafts.take(kept)
         trees = FlatTrees.of(drafts.cu_nodes, drafts.parents)
-        return TreeRows(index.astype(np.int32), trees, drafts.token_ids)
+        return TreeRows(index, trees, drafts.token_ids)
 
     def _propose(self, batch: ScheduledBatch, index: Int32Array) -> Drafts:
         """A tree for each decode row; a root alone where nothing may or can be drafted."""
         rows, starts = batch.rows[index], batch.starts[index]
         roots = self.table.token_ids[rows, starts]
-        wants = np.flatnonzero(batch.max_nodes[index] > 1)
+        wants = np.flatnonzero(batch.max_nodes[index] > 1).astype(np.int32)
         if self.proposer is None or len(wants) == 0:
             return Drafts.roots(roots)
         assert self.config.spec is not None
