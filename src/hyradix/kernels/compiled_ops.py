@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyradix.kernels import numba_support
+from hyradix.kernels import compiled_trees, numba_support
 from hyradix.kernels.attention import compiled as attention_kernels
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
@@ -26,6 +26,10 @@ from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.rms_norm import compiled as norm_kernels
 from hyradix.kernels.swiglu import compiled as swiglu_kernels
+from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
+from hyradix.kernels.tree_recurrence.rules import Rule
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 _PARALLEL_FROM = 1 << 15
 """Elements of work below which waking another thread costs more than it saves."""
@@ -165,6 +169,38 @@ class CompiledOps:
             dt_bias, norm, eps, batch.save_offsets, batch.save_at, batch.save_slots, out,
         )  # fmt: skip
         return out
+
+    def mix_trees(
+        self,
+        projected: Array,
+        weights: tuple[Any, ...],
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        compiled_trees.mix_trees(
+            projected, weights, trees, conv_state, state, spec, out, self._parallel_from
+        )
+
+    def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:
+        compiled_trees.copy_nodes(arrays, moves, self._parallel_from)
+
+    def replay(self, rule: Rule, arrays: StateArrays, moves: Moves) -> None:
+        compiled_trees.replay(rule, arrays, moves, self._parallel_from)
+
+    def fold(self, rule: Rule, arrays: StateArrays, moves: Moves) -> None:
+        compiled_trees.fold(arrays, moves, self._parallel_from)
+
+    def move_rows(
+        self,
+        array: Array,
+        rows: npt.NDArray[np.int32],
+        sources: npt.NDArray[np.int32],
+        targets: npt.NDArray[np.int32],
+    ) -> None:
+        compiled_trees.move_rows(array, rows, sources, targets)
 
     def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
         arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))

@@ -14,28 +14,11 @@ import numpy as np
 from numba import prange
 
 from hyradix.kernels.numba_support import compiled, exp32, sigmoid32
-from hyradix.kernels.simd import (
-    LANES,
-    at,
-    put,
-    vadd,
-    vfma,
-    vload,
-    vload_first,
-    vmul,
-    vset,
-    vstore,
-    vstore_first,
-    vsum,
-)
+from hyradix.kernels.simd import LANES, at, put, vadd, vfma, vmul, vset, vsum
+from hyradix.kernels.simd_rows import load, store
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-
-
-@compiled(inline=True)
-def _load(array, index, count):
-    return vload(array, index) if count >= LANES else vload_first(array, index, count)
 
 
 @compiled()
@@ -43,7 +26,7 @@ def _norm_rotate(source, s, target, t, dim, weight, eps, angles, angle, half):
     """target = rotary(source / rms(source) * weight) for one head; all places are flat."""
     total = vset(_ZERO)
     for c in range(0, dim, LANES):
-        x = _load(source, s + c, dim - c)
+        x = load(source, s + c, dim - c)
         total = vfma(x, x, total)
     factor = _ONE / np.sqrt(vsum(total) / np.float32(dim) + eps)
     for c in range(half):
@@ -105,18 +88,18 @@ def _scores(q, query, keys, places, length, dim, scores):
         t0, t1, t2, t3 = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
         for c in range(0, dim, LANES):
             count = dim - c
-            x = _load(q, query + c, count)
-            t0 = vfma(x, _load(keys, p0 + c, count), t0)
-            t1 = vfma(x, _load(keys, p1 + c, count), t1)
-            t2 = vfma(x, _load(keys, p2 + c, count), t2)
-            t3 = vfma(x, _load(keys, p3 + c, count), t3)
+            x = load(q, query + c, count)
+            t0 = vfma(x, load(keys, p0 + c, count), t0)
+            t1 = vfma(x, load(keys, p1 + c, count), t1)
+            t2 = vfma(x, load(keys, p2 + c, count), t2)
+            t3 = vfma(x, load(keys, p3 + c, count), t3)
         scores[j], scores[j + 1] = vsum(t0), vsum(t1)
         scores[j + 2], scores[j + 3] = vsum(t2), vsum(t3)
     for j in range(whole, length):
         t0 = vset(_ZERO)
         for c in range(0, dim, LANES):
             count = dim - c
-            t0 = vfma(_load(q, query + c, count), _load(keys, places[j] + c, count), t0)
+            t0 = vfma(load(q, query + c, count), load(keys, places[j] + c, count), t0)
         scores[j] = vsum(t0)
 
 
@@ -142,16 +125,13 @@ def _weigh(scores, values, places, length, dim, factor, out, place):
         count = dim - c
         even, odd = vset(_ZERO), vset(_ZERO)
         for j in range(0, length - 1, 2):
-            even = vfma(vset(at(scores, j)), _load(values, places[j] + c, count), even)
-            odd = vfma(vset(at(scores, j + 1)), _load(values, places[j + 1] + c, count), odd)
+            even = vfma(vset(at(scores, j)), load(values, places[j] + c, count), even)
+            odd = vfma(vset(at(scores, j + 1)), load(values, places[j + 1] + c, count), odd)
         if length % 2:
             last = length - 1
-            even = vfma(vset(at(scores, last)), _load(values, places[last] + c, count), even)
+            even = vfma(vset(at(scores, last)), load(values, places[last] + c, count), even)
         total = vmul(vadd(even, odd), by)
-        if count >= LANES:
-            vstore(out, place + c, total)
-        else:
-            vstore_first(out, place + c, total, count)
+        store(out, place + c, total, count)
 
 
 @compiled()

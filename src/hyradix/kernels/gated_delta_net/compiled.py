@@ -22,19 +22,9 @@ import numpy as np
 from numba import prange
 
 from hyradix.kernels.numba_support import compiled, sigmoid32, silu32
-from hyradix.kernels.simd import (
-    LANES,
-    at,
-    vadd,
-    vfma,
-    vload,
-    vload_first,
-    vmul,
-    vset,
-    vstore,
-    vstore_first,
-    vsum,
-)
+from hyradix.kernels.simd import LANES, at, vfma, vmul, vset
+from hyradix.kernels.simd_rows import copy, dot, load, scale, store
+from hyradix.kernels.tree_recurrence.step import head_decay, step_head
 
 _L2_EPS = np.float32(1e-6)
 _ZERO = np.float32(0.0)
@@ -43,23 +33,14 @@ _LINEAR_FROM = np.float32(20.0)
 """Above this softplus(x) is x in float32 (torch's threshold)."""
 
 
-@compiled(inline=True)
-def _load(array, index, count):
-    return vload(array, index) if count >= LANES else vload_first(array, index, count)
-
-
-@compiled(inline=True)
-def _store(array, index, value, count):
-    if count >= LANES:
-        vstore(array, index, value)
-    else:
-        vstore_first(array, index, value, count)
-
-
-@compiled(inline=True)
-def _copy(source, s, target, t, count):
-    for c in range(0, count, LANES):
-        _store(target, t + c, _load(source, s + c, count - c), count - c)
+@compiled()
+def segments_of(group, num_k_heads, ratio, dk, dv):
+    """Where a group's q, k and v stand among all channels: [3, (start, count)]."""
+    segments = np.empty((3, 2), np.int64)
+    segments[0, 0], segments[0, 1] = group * dk, dk
+    segments[1, 0], segments[1, 1] = (num_k_heads + group) * dk, dk
+    segments[2, 0], segments[2, 1] = (2 * num_k_heads * dk) + group * ratio * dv, ratio * dv
+    return segments
 
 
 @compiled()
@@ -69,7 +50,7 @@ def _window_out(window, newest, width, channels, conv_state, base, stride, segme
         source = ((newest + 2 + j) % width) * channels
         for segment in range(3):
             start, count = segments[segment, 0], segments[segment, 1]
-            _copy(window, source, conv_state, base + j * stride + start, count)
+            copy(window, source, conv_state, base + j * stride + start, count)
             source += count
 
 
@@ -80,7 +61,7 @@ def _window_in(window, width, channels, conv_state, base, stride, segments):
         target = j * channels
         for segment in range(3):
             start, count = segments[segment, 0], segments[segment, 1]
-            _copy(conv_state, base + j * stride + start, window, target, count)
+            copy(conv_state, base + j * stride + start, window, target, count)
             target += count
 
 
@@ -90,75 +71,51 @@ def _convolve(projected, token, window, newest, width, channels, weight, w, mixe
     target = newest * channels
     for segment in range(3):
         start, count = segments[segment, 0], segments[segment, 1]
-        _copy(projected, token + start, window, target, count)
+        copy(projected, token + start, window, target, count)
         target += count
     for c in range(0, channels, LANES):
         count = channels - c
         total = vset(_ZERO)
         for j in range(width):
             row = ((newest + 1 + j) % width) * channels
-            tap = _load(weight, w + j * channels + c, count)
-            total = vfma(_load(window, row + c, count), tap, total)
-        _store(mixed, c, total, count)
-    for c in range(channels):
-        mixed[c] = silu32(mixed[c])
+            tap = load(weight, w + j * channels + c, count)
+            total = vfma(load(window, row + c, count), tap, total)
+        store(mixed, c, total, count)
+    silu_row(mixed, 0, channels)
 
 
 @compiled()
-def _sum_of_squares(array, start, size):
-    total = vset(_ZERO)
-    for c in range(0, size, LANES):
-        value = _load(array, start + c, size - c)
-        total = vfma(value, value, total)
-    return vsum(total)
+def silu_row(values, start, size):
+    """values[start : start + size] = silu of them."""
+    for c in range(start, start + size):
+        values[c] = silu32(values[c])
 
 
 @compiled()
-def _scale(array, start, size, factor):
-    by = vset(factor)
-    for c in range(0, size, LANES):
-        _store(array, start + c, vmul(_load(array, start + c, size - c), by), size - c)
+def unit_keys(mixed, place, dk):
+    """q and k of one key head, at ``place``: both to length 1, q scaled."""
+    factor = _ONE / np.sqrt(dot(mixed, place, mixed, place, dk) + _L2_EPS)
+    scale(mixed, place, dk, factor / np.sqrt(np.float32(dk)))
+    k = place + dk
+    scale(mixed, k, dk, _ONE / np.sqrt(dot(mixed, k, mixed, k, dk) + _L2_EPS))
 
 
 @compiled()
-def _delta(state, base, mixed, q, k, v, decay, beta, dk, dv, out):
-    """S <- decay S + k u^T with u = beta (v - decay S^T k); out = S^T q.
+def log_decay(a, rate):
+    """g = rate * softplus(a)."""
+    return rate * (a if a > _LINEAR_FROM else np.float32(math.log1p(math.exp(a))))
 
-    S is [dk, dv] at flat ``base``; q, k, v are places in ``mixed``. Sixteen columns at a time,
-    their sums in registers.
-    """
-    keep, rate, minus = vset(decay), vset(beta), vset(-decay)
+
+@compiled()
+def gate_norm(o, start, dv, projected, z, gate, weight, eps, out, place):
+    """out[place:] = o[start:] / rms * weight * silu(projected[z:]), ``dv`` elements."""
+    factor = _ONE / np.sqrt(dot(o, start, o, start, dv) / np.float32(dv) + eps)
+    copy(projected, z, gate, 0, dv)
+    silu_row(gate, 0, dv)
     for c in range(0, dv, LANES):
         count = dv - c
-        m0, m1 = vset(_ZERO), vset(_ZERO)
-        for i in range(0, dk - 1, 2):
-            s = base + i * dv + c
-            m0 = vfma(_load(state, s, count), vset(at(mixed, k + i)), m0)
-            m1 = vfma(_load(state, s + dv, count), vset(at(mixed, k + i + 1)), m1)
-        if dk % 2:
-            s = base + (dk - 1) * dv + c
-            m0 = vfma(_load(state, s, count), vset(at(mixed, k + dk - 1)), m0)
-        u = vmul(rate, vfma(minus, vadd(m0, m1), _load(mixed, v + c, count)))
-        total = vset(_ZERO)
-        for i in range(dk):
-            s = base + i * dv + c
-            value = vfma(vset(at(mixed, k + i)), u, vmul(keep, _load(state, s, count)))
-            _store(state, s, value, count)
-            total = vfma(value, vset(at(mixed, q + i)), total)
-        _store(out, c, total, count)
-
-
-@compiled()
-def _gate_norm(o, dv, projected, z, gate, weight, eps, out, place):
-    """out[place:] = o / rms(o) * weight * silu(projected[z:])."""
-    factor = _ONE / np.sqrt(_sum_of_squares(o, 0, dv) / np.float32(dv) + eps)
-    _copy(projected, z, gate, 0, dv)
-    for c in range(dv):
-        gate[c] = silu32(gate[c])
-    for c in range(0, dv, LANES):
-        count = dv - c
-        normed = vmul(vmul(_load(o, c, count), vset(factor)), _load(weight, c, count))
-        _store(out, place + c, vmul(normed, _load(gate, c, count)), count)
+        normed = vmul(vmul(load(o, start + c, count), vset(factor)), load(weight, c, count))
+        store(out, place + c, vmul(normed, load(gate, c, count)), count)
 
 
 @compiled()
@@ -166,7 +123,7 @@ def _save(state, conv_state, slot, target, group, size, window, newest, width, c
     """Copy the working state of one group of heads, and its window, to slot ``target``."""
     num_v_heads = state.shape[1]
     stride = num_v_heads * state.shape[2] * state.shape[3]
-    _copy(state, slot * stride + group * size, state, target * stride + group * size, size)
+    copy(state, slot * stride + group * size, state, target * stride + group * size, size)
     row = conv_state.shape[2]
     base = target * conv_state.shape[1] * row
     _window_out(window, newest, width, channels, conv_state, base, row, segments)
@@ -180,15 +137,12 @@ def _run_group(
     """All tokens of one sequence for one key head and its value heads."""
     num_v_heads, dk, dv = state.shape[1:]
     ratio = num_v_heads // num_k_heads
-    value_dim, v0 = num_v_heads * dv, 2 * num_k_heads * dk
-    z0 = v0 + value_dim
+    value_dim = num_v_heads * dv
+    z0 = 2 * num_k_heads * dk + value_dim
     b0 = z0 + value_dim
     a0 = b0 + num_v_heads
     width, channels = conv_weight.shape[1], conv_weight.shape[2]
-    segments = np.empty((3, 2), np.int64)
-    segments[0, 0], segments[0, 1] = group * dk, dk
-    segments[1, 0], segments[1, 1] = (num_k_heads + group) * dk, dk
-    segments[2, 0], segments[2, 1] = v0 + group * ratio * dv, ratio * dv
+    segments = segments_of(group, num_k_heads, ratio, dk, dv)
     window = np.empty(width * channels, np.float32)
     mixed = np.empty(channels, np.float32)
     o, gate = np.empty(dv, np.float32), np.empty(dv, np.float32)
@@ -200,19 +154,16 @@ def _run_group(
         token = t * projected.shape[1]
         _convolve(projected, token, window, newest, width, channels, conv_weight,
                   group * width * channels, mixed, segments)  # fmt: skip
-        factor = _ONE / np.sqrt(_sum_of_squares(mixed, 0, dk) + _L2_EPS)
-        _scale(mixed, 0, dk, factor / np.sqrt(np.float32(dk)))
-        _scale(mixed, dk, dk, _ONE / np.sqrt(_sum_of_squares(mixed, dk, dk) + _L2_EPS))
+        unit_keys(mixed, 0, dk)
         for r in range(ratio):
             head = group * ratio + r
-            a = at(projected, token + a0 + head) + dt_bias[head]
-            softplus = a if a > _LINEAR_FROM else np.float32(math.log1p(math.exp(a)))
-            decay = np.float32(math.exp(decay_rate[head] * softplus))
+            g = log_decay(at(projected, token + a0 + head) + dt_bias[head], decay_rate[head])
             beta = sigmoid32(at(projected, token + b0 + head))
             base = (slot * num_v_heads + head) * dk * dv
-            _delta(state, base, mixed, 0, dk, 2 * dk + r * dv, decay, beta, dk, dv, o)
-            _gate_norm(o, dv, projected, token + z0 + head * dv, gate, norm_weight, eps, out,
-                       t * value_dim + head * dv)  # fmt: skip
+            step_head(state, base, state, base, mixed, 0, dk, 2 * dk + r * dv, head_decay(g),
+                      beta, dk, dv, True, o, 0)  # fmt: skip
+            gate_norm(o, 0, dv, projected, token + z0 + head * dv, gate, norm_weight, eps, out,
+                      t * value_dim + head * dv)  # fmt: skip
         while save < save_last and save_at[save] == t - first + 1:
             _save(state, conv_state, slot, save_slots[save], group, ratio * dk * dv, window,
                   newest, width, channels, segments)  # fmt: skip
