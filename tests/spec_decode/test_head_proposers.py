@@ -12,7 +12,7 @@ from hyradix.spec_decode.build import build_proposer
 from hyradix.spec_decode.drafts import Drafts
 from tests.spec_decode.naive import NaiveHead
 from tests.spec_decode.test_beam import paths_of
-from tests.spec_decode.world import World, make_model
+from tests.spec_decode.world import WIDTH, World, make_model
 
 CHAIN = DraftShape(topk=1, steps=4, nodes=5)
 TREE = DraftShape(topk=3, steps=3, nodes=10)
@@ -157,8 +157,10 @@ def test_a_row_that_begins_anew_forgets(head):
 def test_a_row_of_one_token(head):
     name, model, naive = head
     world = World(name, model)
+    world.enter(2, [4, 5])
+    world.consume({2: 1})
     world.enter(3, [4])
-    world.consume({3: 1}, sampled={3: 17})
+    world.consume({2: 1, 3: 1}, sampled={3: 17})
     check(world, naive, world.propose([3], TREE), [3], TREE, [10], [3])
 
 
@@ -170,6 +172,17 @@ def test_without_a_slot_for_its_newest_token_mtp_waits_a_round(head):
     assert first.num_nodes.tolist() == [1 if name == "mtp" else 5]
     world.consume({0: 1}, sampled={0: 31})
     check(world, naive, world.propose([0], CHAIN), [0], CHAIN, [5], [4])
+
+
+def test_a_full_row_has_no_next_token(head):
+    name, model, _ = head
+    world = World(name, model)
+    world.enter(0, tokens(WIDTH, 4))
+    world.own(0, WIDTH)
+    world.token_ids = np.pad(world.token_ids, ((0, 0), (0, 1)))  # the proposer's stays as it is
+    world.kv_slots = np.pad(world.kv_slots, ((0, 0), (0, 1)))
+    world.hidden = torch.nn.functional.pad(world.hidden, (0, 0, 0, 1))
+    world.consume({0: WIDTH}, sampled={0: 1})
 
 
 def test_a_newest_token_that_was_given_another_slot(head):

@@ -27,7 +27,7 @@ from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.ops import Array
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.models.draft_heads import DraftHead
-from hyradix.request import BoolArray, Int32Array
+from hyradix.request import BoolArray, Int32Array, Int64Array
 from hyradix.spec_config import ProposerName
 from hyradix.spec_decode.beam import Frontier
 from hyradix.spec_decode.head_proposer import HeadProposer
@@ -59,15 +59,17 @@ class MtpProposer(HeadProposer):
 
     def learn(self, step: ConsumedTokens) -> None:
         """See ``proposer.Proposer``. Cost: the layer over every pair that is new."""
-        has_next = step.next_slots > 0
+        has_next = (step.next_slots > 0) & (step.ends < self._token_ids.shape[1])
         is_known = self._has_newest(step.rows, step.starts)
         begins = np.maximum(np.maximum(step.starts + is_known, step.write_from), FIRST)
         begins = np.where(has_next, np.minimum(begins, step.ends), begins).astype(np.int32)
-        counts = np.maximum(step.ends + has_next - begins, 0)
+        counts = (step.ends + has_next - begins).astype(np.int32)
+        index = np.flatnonzero(counts > 0)
         self._newest[step.rows] = -1
-        if counts.any():
-            x, cu_pairs = self._run_pairs(step, begins, counts)
-            rows, last = step.rows[has_next], cu_pairs[1:][has_next] - 1
+        if len(index):
+            x, cu_pairs = self._run_pairs(step, index, begins[index], counts[index])
+            is_newest = has_next[index]
+            rows, last = step.rows[index][is_newest], cu_pairs[1:][is_newest] - 1
             newest = self._ops.tensor(self._ops.select(x, last))
             self._outputs[torch.from_numpy(rows).long()] = newest
             self._newest[rows] = step.ends[has_next]
@@ -93,18 +95,22 @@ class MtpProposer(HeadProposer):
         return result
 
     def _run_pairs(
-        self, step: ConsumedTokens, begins: Int32Array, counts: Int32Array
+        self, step: ConsumedTokens, index: Int64Array, begins: Int32Array, counts: Int32Array
     ) -> tuple[Array, Int32Array]:
-        """The layer over pairs [begins, begins + counts) of each row; its output, and offsets."""
+        """The layer over pairs [begins, begins + counts) of the step's rows ``index``.
+
+        Returns its output, and where each row's part of it begins.
+        """
         cu_pairs = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=cu_pairs[1:])
-        owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        positions = np.arange(cu_pairs[-1], dtype=np.int32) + (begins - cu_pairs[:-1])[owner]
+        owner = np.repeat(index, counts)
+        positions = np.arange(cu_pairs[-1], dtype=np.int32)
+        positions += np.repeat(begins - cu_pairs[:-1], counts)
         rows = step.rows[owner]
         slots = self._kv_slots[rows, positions]
         write_slots = np.where(positions >= step.write_from[owner], slots, np.int32(0))
         queries = RaggedQueries.of(
-            cu_pairs, step.rows, begins, positions, write_slots, self._kv_slots, first=FIRST
+            cu_pairs, step.rows[index], begins, positions, write_slots, self._kv_slots, first=FIRST
         )
         x = self._head.forward(
             self._token_ids[rows, positions],
@@ -116,7 +122,7 @@ class MtpProposer(HeadProposer):
         return x, cu_pairs
 
     def _hidden_before(
-        self, step: ConsumedTokens, owner: Int32Array, positions: Int32Array
+        self, step: ConsumedTokens, owner: Int64Array, positions: Int32Array
     ) -> Array:
         """h of the token before each position: of this step, or the last of the step before."""
         behind = positions - step.starts[owner] - 1
