@@ -61,9 +61,10 @@ class Driver(Harness):
         owned = np.zeros(self.config.num_kv_slots + 1, dtype=np.bool_)
         for node in self.cache.tree.nodes():
             owned[node.kv_slots] = True
-        parts = zip(batch.rows, batch.starts, batch.num_tokens, batch.write_from, strict=True)
-        for row, start, count, write_from in parts:
-            written = self.cache.table.kv_slots[row, max(start, write_from) : start + count]
+        parts = zip(batch.rows, batch.starts, batch.write_from, strict=True)
+        for i, (row, start, write_from) in enumerate(parts):
+            end = start + self.runner._num_written(batch, i)
+            written = self.cache.table.kv_slots[row, max(start, write_from) : end]
             assert not owned[written].any(), "a step writes KV that the tree owns"
 
     @property

@@ -24,6 +24,7 @@ from hyradix.request import (
 from hyradix.scheduler.progress import Progress
 from hyradix.scheduler.request_state import RequestState
 from hyradix.scheduler.scheduler import Scheduler
+from hyradix.spec_config import PROPOSERS
 from tests.support.fake_runner import FakeRunner, reference_output
 from tests.support.slot_watch import SlotWatch
 
@@ -31,7 +32,7 @@ VOCAB = 50_000
 
 
 def make_config(**options: object) -> EngineConfig:
-    """A config for the fake model; unlimited chunks, 64 KV slots a request, unless told."""
+    """A config for the fake model; unlimited chunks, no drafts, 4096 KV slots, unless told."""
     defaults = {
         "kv_slots": 4096,
         "states": 64,
@@ -47,6 +48,7 @@ def make_config(**options: object) -> EngineConfig:
         kv_bytes_per_slot=8,
         state_bytes_per_slot=64,
         eos_token_ids=(1,),
+        proposers=PROPOSERS,
     )
     device = DeviceFacts(kind="cpu", free_bytes=1 << 30)
     return resolve(Settings.from_options(**{**defaults, **options}), facts, device)
@@ -75,9 +77,10 @@ class Harness:
     config: EngineConfig
     is_checking: bool = True
     max_in_flight: int = 1
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(self.config)
+        self.runner = FakeRunner(self.config, self.seed)
         self.scheduler = Scheduler(self.config, self)
         self.cache = self.scheduler.cache
         self.watch = SlotWatch(self.cache)
@@ -163,7 +166,21 @@ class Harness:
         for news in self.scheduler.commit(self.runner.collect()):
             self._note(news)
         self._check()
+        self._check_tables()
         self._poison()
+
+    def _check_tables(self) -> None:
+        """Both planes agree on the slots of every row that no step in flight names."""
+        updates = [*self.runner.kv_updates_in_flight(), *self.scheduler._kv_updates]
+        for state in self.scheduler._running:
+            if state.num_in_flight == 0 and state.holding is not None:
+                row, count = state.holding.row, state.holding.num_slots
+                theirs = self.runner.kv_slots[row].copy()
+                for update in updates:
+                    if update.row == row:
+                        theirs[update.start : update.start + len(update.values)] = update.values
+                mine = self.cache.table.kv_slots[row, :count]
+                assert (theirs[:count] == mine).all(), "the planes disagree on a row's slots"
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Step until idle (or ``until``)."""

@@ -30,7 +30,8 @@ class World:
     def __init__(self, rng: Random, **fixed: object) -> None:
         self.rng = rng
         self.seen: Counter[str] = Counter()
-        self.harness = Driver(small_vocab(VOCAB, **self._options(fixed)))
+        config = small_vocab(VOCAB, **self._options(fixed))
+        self.harness = Driver(config, seed=rng.randrange(1 << 30))
         self.ahead = rng.choice([1, 1, 2, 3]) if self.harness.config.overlap else 0
         self._count_splits()
 
@@ -53,7 +54,29 @@ class World:
             "preempt_donate": pick(["always", "never"]),
             "order": pick(["fcfs", "longest_prefix"]),
         }
-        return {**options, **fixed}
+        return {**options, **self._draft_options(options), **fixed}
+
+    def _draft_options(self, options: dict[str, object]) -> dict[str, object]:
+        """Drafts of any shape, kept in any way; the log alone; or (most often) neither."""
+        pick = self.rng.choice
+        kind = pick(["off", "off", "off", "decode log", "chain", "chain", "tree", "tree"])
+        rounds = 2 if options["overlap"] else 1
+        if kind == "off":
+            return {}
+        if kind == "decode log":
+            return {"decode_log": pick([rounds, 3, 16])}
+        steps = pick([1, 2, 3, 6])
+        drafts: dict[str, object] = {
+            "spec": pick(["ngram", "mtp", "frozen_kv_mtp"]),
+            "spec_state": pick(["snapshot", "replay", "log"]),
+            "spec_topk": 1 if kind == "chain" else pick([2, 3]),
+            "spec_steps": steps,
+        }
+        if drafts["spec_state"] == "log":
+            drafts["decode_log"] = pick([None, rounds * (steps + 1)])
+        if kind == "tree":
+            drafts["spec_nodes"] = pick([None, steps + 1, steps + 2])
+        return drafts
 
     def _count_splits(self) -> None:
         tree = self.harness.cache.tree
@@ -166,6 +189,12 @@ class World:
         h, counters = self.harness, self.harness.cache.counters
         for field in dataclasses.fields(counters):
             self.seen[field.name.replace("_", " ")] += getattr(counters, field.name)
+        for name in ("draft_rounds", "draft_tokens", "accepted_tokens"):
+            self.seen[name.replace("_", " ")] += getattr(h.scheduler.counters, name)
+        self.seen["folds"] += sum(len(batch.folds) for batch in h.runner.log)
+        self.seen["fold-only steps"] += sum(
+            bool(batch.folds) and not batch.num_rows for batch in h.runner.log
+        )
         self.seen["requests"] += len(h.records)
         self.seen["preemptions"] += h.scheduler.counters.preemptions
         self.seen["hits"] += sum(r.state.num_cached_tokens > 0 for r in h.records.values())

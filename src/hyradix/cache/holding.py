@@ -1,6 +1,7 @@
-"""What one running request holds of the pools.
+"""What one running request holds of the pools, and what the cache counts.
 
-Owns: the shape of ``Holding``; every field is written by ``PrefixCache`` alone.
+Owns: the shapes of ``Holding`` and ``CacheCounters``; every field is written by ``PrefixCache`` and
+its ``RowSlots`` alone.
 Invariants:
 - row positions [0, protected_len) are the tree's slots, under ``receipt``'s KV lock;
 - row positions [protected_len, num_slots) are the request's own;
@@ -20,6 +21,16 @@ import xxhash
 from hyradix.cache.node import Receipt, StateRef
 from hyradix.cache.placement import Candidate, CheckpointKind
 from hyradix.request import MissReason, Namespace
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Monotonic counts since start."""
+
+    evicted_states: int = 0
+    evicted_kv: int = 0
+    skipped_saves: int = 0
+    moved_states: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ def check_idle(cache: PrefixCache) -> None:
     """Oracle O2: nothing runs, so the tree owns what is not free and no lock is held."""
     check(cache)
     assert not cache.holdings, "a request still holds slots"
-    assert cache.num_reserved == 0, "KV slots are still promised"
+    assert cache.rows.num_reserved == 0, "KV slots are still promised"
     assert cache.table.num_free == cache.table.max_requests, "a row is lost"
-    if not cache.pinned:
+    if not cache.pins.receipts:
         locks = [n for n in cache.tree.nodes() if n.kv_lock or n.state_lock]
         assert not locks, f"locks are lost: {locks}"
     assert cache.kv.num_free + cache.tree.num_tokens == cache.kv.num_total, "a KV slot is lost"
@@ -77,7 +77,7 @@ def check_locks(cache: PrefixCache) -> None:
     """Lock counts equal the receipts that are out."""
     kv: dict[int, int] = {}
     states: dict[int, int] = {}
-    receipts = list(cache.pinned)
+    receipts = list(cache.pins.receipts)
     for holding in cache.holdings.values():
         if holding.receipt is not None:
             receipts.append(holding.receipt)
@@ -105,7 +105,7 @@ def check_kv_pool(cache: PrefixCache) -> None:
     for holding in cache.holdings.values():
         row = cache.protected_row(holding)
         np.add.at(owners, row[holding.protected_len :], 1)
-        assert holding.protected_len <= holding.num_slots
+        assert holding.protected_len <= holding.num_slots <= cache.table.kv_slots.shape[1]
         if holding.receipt is not None:
             _check_shared(holding.receipt.kv_node, row[: holding.protected_len])
     assert owners[0] == 0, "the sink has an owner"
@@ -113,9 +113,10 @@ def check_kv_pool(cache: PrefixCache) -> None:
     owned = np.flatnonzero(owners)
     assert not cache.kv.is_free(owned.astype(np.int32)), "an owned KV slot is free"
     assert len(owned) + cache.kv.num_free == cache.kv.num_total, "free + owned = total (KV)"
-    assert cache.num_reserved == sum(h.reserved for h in cache.holdings.values())
+    reserved = cache.rows.num_reserved
+    assert reserved == sum(h.reserved for h in cache.holdings.values())
     obtainable = cache.kv.num_free + cache.tree.num_evictable_tokens
-    assert cache.num_reserved <= obtainable, "more KV is promised than could be had"
+    assert reserved <= obtainable, "more KV is promised than could be had"
 
 
 def _check_shared(node: Node | None, row: np.ndarray) -> None:

@@ -1,14 +1,14 @@
 """The cache as the scheduler sees it: pools, tree and request table moved together.
 
-Owns: every transition of slots between free, rows and tree: one file, so that whoever looks for
-the line that moved a slot finds it here (the reason for its length). Does not know: the queue,
-batches, sampling. What the data plane has to do about a decision is returned (``StateOp``,
-``RowUpdate``, ``StateSave``), never done here.
+Owns: every transition of states, and of KV between rows and tree: one file, so that whoever looks
+for the line that moved a slot finds it here (the reason for its length). Rows take KV through
+``row_slots.py``. Does not know: the queue, batches, sampling. What the data plane has to do about a
+decision is returned (``StateOp``, ``RowUpdate``, ``StateSave``), never done here.
 
 Invariants (``invariants.check`` proves them): for each pool free + owned by rows + owned by the
-tree = total; promised KV slots never exceed what is free or evictable; optional checkpoints never
-fail a request: where no slot can be had the save is skipped and counted.
-Source: DESIGN sections 2 to 5. Read next: ``tree.py``, ``state_slots.py``.
+tree = total; optional checkpoints never fail a request: where no slot can be had the save is
+skipped and counted.
+Source: DESIGN sections 2 to 5. Read next: ``row_slots.py``, ``tree.py``, ``state_slots.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hyradix.cache.holding import Holding, PendingSave
+from hyradix.cache.holding import CacheCounters, Holding, PendingSave
 from hyradix.cache.kv_slots import KVSlots
-from hyradix.cache.node import TOKEN_BYTES, Match, Node, Receipt, StateRef, new_hasher
+from hyradix.cache.node import TOKEN_BYTES, Match, Receipt, StateRef, new_hasher
+from hyradix.cache.pins import Pins
 from hyradix.cache.placement import Candidate, CheckpointKind, plan_candidates
 from hyradix.cache.policy import make_policy
 from hyradix.cache.request_table import RequestTable
+from hyradix.cache.row_slots import RowSlots
 from hyradix.cache.state_slots import StateSlots
 from hyradix.cache.tree import RadixTree
 from hyradix.config import EngineConfig
@@ -36,16 +38,6 @@ from hyradix.request import (
     StateOpKind,
     StateSave,
 )
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Monotonic counts since start."""
-
-    evicted_states: int = 0
-    evicted_kv: int = 0
-    skipped_saves: int = 0
-    moved_states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +59,22 @@ class PrefixCache:
     states: StateSlots = field(init=False)
     tree: RadixTree = field(init=False)
     table: RequestTable = field(init=False)
+    rows: RowSlots = field(init=False)
+    pins: Pins = field(init=False)
     counters: CacheCounters = field(init=False, default_factory=CacheCounters)
-    num_reserved: int = field(init=False, default=0)
     holdings: dict[int, Holding] = field(init=False, default_factory=dict)
-    pinned: list[Receipt] = field(init=False, default_factory=list)
-    """Locks of warm-up prefixes that are never evicted."""
 
     def __post_init__(self) -> None:
         self.kv = KVSlots(self.config.num_kv_slots)
         self.states = StateSlots(self.config.num_states)
-        self.tree = RadixTree(make_policy(self.config.policy))
-        self.table = RequestTable(self.config.max_requests, self.config.max_context)
+        self.tree = self.make_tree()
+        self.table = RequestTable(self.config.max_requests, self.config.table_width)
+        self.rows = RowSlots(self.kv, self.states, self.tree, self.table, self.counters)
+        self.pins = Pins(self.config, self.tree)
+
+    def make_tree(self) -> RadixTree:
+        """The tree, under the policy that the config names."""
+        return RadixTree(make_policy(self.config.policy))
 
     def begin_step(self) -> None:
         """A new step is being built: slots given back before this point may be handed out."""
@@ -109,13 +106,13 @@ class PrefixCache:
         """Lock ``match``, then take a row, a working state and a promise of KV; None: no room.
 
         ``num_positions``: row positions promised to the request; those past the match are
-        allocated by ``extend``. Nothing is held when None is returned.
+        allocated by ``rows.extend``. Nothing is held when None is returned.
         """
         if self.table.num_free == 0:
             return None
         receipt = self.tree.lock(match) if self.config.prefix_cache else None
         needed = num_positions - match.num_kv_tokens
-        is_room = needed <= self.num_kv_obtainable - self.num_reserved
+        is_room = needed <= self.rows.num_unpromised
         slot = self._working_slot(receipt) if is_room else None
         if slot is None:
             if receipt is not None:
@@ -137,7 +134,7 @@ class PrefixCache:
             candidates=self._candidates(match, num_prompt_tokens, boundaries),
             hasher=new_hasher(match.namespace),
         )
-        self.num_reserved += needed
+        self.rows.num_reserved += needed
         self.holdings[holding.row] = holding
         self.table.kv_slots[holding.row, : match.num_kv_tokens] = match.kv_slots
         update = RowUpdate(holding.row, 0, match.kv_slots) if match.num_kv_tokens else None
@@ -186,11 +183,6 @@ class PrefixCache:
 
     # ---- room -----------------------------------------------------------------------------------
 
-    @property
-    def num_kv_obtainable(self) -> int:
-        """KV slots that are free or evictable now."""
-        return self.kv.num_available + self.tree.num_evictable_tokens
-
     def _make_state_room(self) -> bool:
         """Have at least one state slot available, evicting if need be."""
         if self.states.num_available == 0:
@@ -208,43 +200,6 @@ class PrefixCache:
                 self.states.reclaim(holding.tracks.pop(0).slot)
                 return True
         return False
-
-    def _make_kv_room(self, count: int) -> None:
-        short = count - self.kv.num_available
-        if short > 0:
-            slots, states = self.tree.evict_kv(short)
-            self.kv.reclaim(slots)
-            self.counters.evicted_kv += len(slots)
-            self._evicted(states)
-        assert self.kv.num_available >= count, "promised KV slots are not there"
-
-    def _evicted(self, states: list[int]) -> None:
-        for slot in states:
-            self.states.evict(slot)
-        self.counters.evicted_states += len(states)
-
-    def can_extend(self, holding: Holding, num_positions: int) -> bool:
-        """Whether ``extend`` to ``num_positions`` would find the slots, promised or not."""
-        extra = num_positions - holding.num_slots - holding.reserved
-        return extra <= 0 or extra <= self.num_kv_obtainable - self.num_reserved
-
-    def extend(self, holding: Holding, num_positions: int) -> RowUpdate | None:
-        """Make the row's slots reach position ``num_positions``; the new ones, if any.
-
-        Promised slots are used first; past them the caller has asked ``can_extend``.
-        """
-        count = num_positions - holding.num_slots
-        if count <= 0:
-            return None
-        self._make_kv_room(count)
-        slots = self.kv.allocate(count)
-        start = holding.num_slots
-        self.table.kv_slots[holding.row, start:num_positions] = slots
-        holding.num_slots = num_positions
-        used = min(count, holding.reserved)
-        holding.reserved -= used
-        self.num_reserved -= used
-        return RowUpdate(holding.row, start, slots)
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -310,19 +265,21 @@ class PrefixCache:
     # ---- learn ----------------------------------------------------------------------------------
 
     def learn(
-        self, holding: Holding, tokens: bytes, num_computed: int, step: int
+        self, holding: Holding, tokens: bytes, num_computed: int, step: int, *, num_consumed: int
     ) -> list[RowUpdate]:
         """Step ``step`` is committed and ``tokens[:num_computed]`` of a prompt are computed.
 
         Publishes the states whose write has been committed and gives the prompt's KV to the tree;
-        returns the tree's slots that the row must use from now on.
+        returns the tree's slots that the row must use from now on. ``num_consumed``: positions
+        that the row has consumed in all, also such as are not kept in ``tokens``.
         """
+        usable = min(num_consumed, len(tokens) // TOKEN_BYTES)
         ready = [save for save in holding.pending if save.step <= step]
         holding.pending = [save for save in holding.pending if save.step > step]
         updates: list[RowUpdate] = []
         for save in ready:
             if save.kind is CheckpointKind.TRACK:
-                self._keep_track(holding, save)
+                self._keep_track(holding, save, usable)
             else:
                 self._publish(holding, tokens, save, step, updates)
         if num_computed > holding.protected_len and holding.receipt is not None:
@@ -389,7 +346,14 @@ class PrefixCache:
             self.states.evict(state.slot)
         return result.is_state_kept
 
-    def _keep_track(self, holding: Holding, save: PendingSave) -> None:
+    def _keep_track(self, holding: Holding, save: PendingSave, usable: int) -> None:
+        """The newest track takes the older one's place; one past ``usable`` is of no use.
+
+        Drafts that were planned for and not accepted leave their track unwritten.
+        """
+        if save.depth > usable:
+            self.states.release(save.slot)
+            return
         for older in holding.tracks:
             self.states.release(older.slot)
         holding.tracks = [save]
@@ -430,7 +394,7 @@ class PrefixCache:
             usable = is_working_donated and state_depth <= kept
             depth = self._donate(holding, tokens, state_depth if usable else None, kept)
             if is_pinned and depth:
-                self._pin(holding.namespace, tokens, depth)
+                self.pins.pin(holding.namespace, tokens, depth)
         self.release(holding)
 
     def _donate(self, holding: Holding, tokens: bytes, state_depth: int | None, kept: int) -> int:
@@ -452,46 +416,16 @@ class PrefixCache:
         self._insert(holding, tokens, depth, ref, [])
         return depth
 
-    def _pin(self, namespace: Namespace, tokens: bytes, depth: int) -> None:
-        """Keep a prefix for good: a receipt that nobody gives back.
-
-        A pin never takes the last state that a running request could need.
-        """
-        if self.config.num_states - len(self.pinned) - 1 < self.config.max_requests:
-            return
-        match = self.tree.match_prefix(namespace, tokens, limit=depth)
-        if match.num_cached_tokens == depth:
-            self.pinned.append(self.tree.lock(match))
-
-    def num_pinned_elsewhere(self, namespace: Namespace, tokens: bytes) -> int:
-        """KV slots that are pinned for good and of no use to a request with these tokens."""
-        if not self.pinned:
-            return 0
-        nodes: dict[int, Node] = {}
-        for receipt in self.pinned:
-            node = receipt.kv_node
-            while node is not None and node.parent is not None:
-                nodes[node.node_id] = node
-                node = node.parent
-        match = self.tree.match_prefix(namespace, tokens, limit=len(tokens) // TOKEN_BYTES)
-        node = match.kv_node
-        while node is not None:
-            if node.depth <= match.num_kv_tokens:
-                nodes.pop(node.node_id, None)
-            node = node.parent
-        return sum(node.num_tokens for node in nodes.values())
-
     def release(self, holding: Holding) -> None:
         """Give back what the request still owns; publishes nothing."""
-        own = self.table.kv_slots[holding.row, holding.protected_len : holding.num_slots]
-        self.kv.free(own.copy())
+        self.kv.free(self.rows.own(holding))
         if holding.working_slot:
             self.states.release(holding.working_slot)
         for save in [*holding.pending, *holding.tracks]:
             self.states.release(save.slot)
         if holding.receipt is not None:
             self.tree.unlock_kv(holding.receipt)
-        self.num_reserved -= holding.reserved
+        self.rows.num_reserved -= holding.reserved
         self.table.release(holding.row)
         del self.holdings[holding.row]
 

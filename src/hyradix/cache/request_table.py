@@ -1,7 +1,8 @@
 """The request table: which KV slot holds which position of which running request.
 
-Owns: ``kv_slots`` int32 [max_requests, max_context] and the free rows. The data plane keeps a copy
-that is changed by the row updates of a ``ScheduledBatch``.
+Owns: ``kv_slots`` int32 [max_requests, width] and the free rows. The data plane keeps a copy that
+is changed by the row updates of a ``ScheduledBatch`` and by ``slot_order`` where drafts were
+verified. Columns past ``max_context`` hold draft nodes only.
 Read next: ``prefix_cache.py``.
 """
 
@@ -15,10 +16,9 @@ from hyradix.request import Int32Array
 class RequestTable:
     """Rows are handed out lowest first; a row's contents mean nothing past its owner's length."""
 
-    def __init__(self, max_requests: int, max_context: int) -> None:
+    def __init__(self, max_requests: int, width: int) -> None:
         self.max_requests = max_requests
-        self.max_context = max_context
-        self.kv_slots: Int32Array = np.zeros((max_requests, max_context), dtype=np.int32)
+        self.kv_slots: Int32Array = np.zeros((max_requests, width), dtype=np.int32)
         self._free = list(range(max_requests - 1, -1, -1))
 
     @property

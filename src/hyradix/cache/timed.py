@@ -73,8 +73,11 @@ class TimedCache(PrefixCache):
     """See the module's docstring."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
         self.times = OpTimes()
-        self.tree = TimedTree(make_policy(config.policy), self.times)
+        super().__init__(config)
+
+    def make_tree(self) -> RadixTree:
+        """See ``PrefixCache``."""
+        return TimedTree(make_policy(self.config.policy), self.times)
 
     finish = _timed("finish", PrefixCache.finish)

@@ -34,7 +34,7 @@ from hyradix.request import (
 )
 from hyradix.scheduler.leaping import LeapingScheduler
 from hyradix.scheduler.request_state import RequestState
-from hyradix.scheduler.scheduler import DECODE_SLOTS
+from hyradix.scheduler.rows import DECODE_SLOTS
 
 _DEFAULTS = Settings()
 

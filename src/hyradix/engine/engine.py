@@ -189,8 +189,13 @@ class Engine:
         return view_cache(self.scheduler.cache)
 
     def flush_cache(self) -> bool:
-        """Forget every unpinned prefix; refused (False) while requests run or wait."""
-        if self.has_work():
+        """Forget every unpinned prefix; refused (False) while requests run or wait.
+
+        A request whose reply is complete is waited for: it may still be in flight, or be folded.
+        """
+        while self.scheduler.is_only_settling:
+            self._outbox = self.step()
+        if self.scheduler.has_work:
             return False
         self.scheduler.cache.flush()
         return True

@@ -34,11 +34,22 @@ class PlannedRow:
     max_nodes: int = 0
     """Nodes of a draft tree, its root included; 1: a decode without drafts; 0: a prefill."""
     max_accepted: int = 1
+    """Positions that may be consumed at most, where there are drafts."""
 
     @property
     def end(self) -> int:
-        """Position after the last one computed."""
+        """Position after the last one that is computed whatever is accepted."""
         return self.start + self.num_tokens
+
+    @property
+    def furthest(self) -> int:
+        """Position after the last one that can be consumed."""
+        return self.start + max(self.num_tokens, self.max_accepted)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the data plane may draft here."""
+        return self.max_nodes > 1
 
 
 @dataclass(slots=True)
@@ -47,6 +58,8 @@ class BatchBuilder:
 
     step: int
     planned: list[PlannedRow] = field(default_factory=list)
+    folded: list[RequestState] = field(default_factory=list)
+    """Whose state each of ``folds`` is."""
     write_from: list[int] = field(default_factory=list)
     state_slots: list[int] = field(default_factory=list)
     row_inits: list[RowInit] = field(default_factory=list)
@@ -61,6 +74,11 @@ class BatchBuilder:
         self.planned.append(planned)
         self.write_from.append(write_from)
         self.state_slots.append(state_slot)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to submit."""
+        return not self.planned and not self.folds
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -32,7 +32,7 @@ def refuse_impossible(request: Request, config: EngineConfig, cache: PrefixCache
     max_tokens = request.sampling.max_tokens
     needed = config.max_context if max_tokens is None else length + max_tokens
     needed = min(needed, config.max_context)
-    pinned = cache.num_pinned_elsewhere(request.namespace, request.prompt_token_ids)
+    pinned = cache.pins.num_elsewhere(request.namespace, request.prompt_token_ids)
     if needed > config.num_kv_slots - pinned:
         besides = f", {pinned} of them pinned" if pinned else ""
         raise CapacityError(

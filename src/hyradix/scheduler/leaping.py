@@ -17,7 +17,8 @@ from hyradix.request import Request, ScheduledBatch, StepOutput
 from hyradix.scheduler.batch_builder import BatchBuilder
 from hyradix.scheduler.progress import Progress, TokenSink
 from hyradix.scheduler.request_state import RequestState
-from hyradix.scheduler.scheduler import DECODE_SLOTS, Scheduler
+from hyradix.scheduler.rows import DECODE_SLOTS
+from hyradix.scheduler.scheduler import Scheduler
 
 
 class LeapingScheduler(Scheduler):
@@ -76,8 +77,7 @@ class LeapingScheduler(Scheduler):
             allocated += count
             unpromised += max(count - state.holding.reserved, 0)
         cache = self.cache
-        promised = cache.num_kv_obtainable - cache.num_reserved
-        return allocated <= cache.kv.num_available and unpromised <= promised
+        return allocated <= cache.kv.num_available and unpromised <= cache.rows.num_unpromised
 
     def _grown(self, state: RequestState, end: int) -> int:
         """Slots of the row once it has decoded up to ``end``: it grows by runs of slots."""
@@ -91,4 +91,4 @@ class LeapingScheduler(Scheduler):
             super()._plan_decode(batch, state)
             return
         end = state.num_scheduled_tokens + self._leap
-        self._plan(batch, state, self._leap, num_slots=self._grown(state, end))
+        self._rows.plan(batch, state, self._leap, num_slots=self._grown(state, end))

@@ -49,6 +49,7 @@ class InFlight:
 
     step: int
     planned: tuple[PlannedRow, ...]
+    folded: tuple[RequestState, ...] = ()
 
 
 @dataclass(slots=True)
@@ -62,3 +63,9 @@ class SchedulerCounters:
     computed_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    draft_rounds: int = 0
+    """Rounds of one request in which drafts were verified."""
+    draft_tokens: int = 0
+    """Draft nodes verified, roots not counted."""
+    accepted_tokens: int = 0
+    """Draft nodes accepted; 1 + accepted / rounds is the accept length."""

@@ -80,7 +80,13 @@ class RequestState:
     num_in_flight: int = 0
     """Steps in flight that name this request's row."""
     num_sampling: int = 0
-    """Tokens being sampled by steps in flight."""
+    """Tokens being sampled by steps in flight (at least; drafts may bring more)."""
+    has_drafts_in_flight: bool = False
+    """Its next position is not known before the step in flight is committed."""
+    folded_at: int | None = None
+    """Depth that its working state is folded to, in a step in flight or committed."""
+    is_faulty: bool = False
+    """A step's logits were not finite: what is in its state and KV slots is of no use."""
     prefill_end: int = 0
     """Tokens known at admission: up to there it is a prefill, after that a decode."""
     num_admissions: int = 0
@@ -94,6 +100,9 @@ class RequestState:
     num_kv_tokens: int = 0
     miss_reason: MissReason = MissReason.NONE
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    num_draft_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @classmethod
     def create(cls, request: Request, *, max_context: int, arrival: int = 0) -> RequestState:
@@ -162,9 +171,15 @@ class RequestState:
         """Whether a token is there to be computed."""
         return (
             self.status is Status.RUNNING
+            and not self.has_drafts_in_flight
             and self.num_scheduled_tokens < self.num_known_tokens
             and self.num_known_tokens < self.max_total_tokens
         )
+
+    @property
+    def is_prefill_next(self) -> bool:
+        """Whether its next position was known at admission."""
+        return self.num_scheduled_tokens < self.prefill_end
 
     @property
     def is_prefilling(self) -> bool:
@@ -187,11 +202,47 @@ class RequestState:
         self.waits_for = None
         self.num_scheduled_tokens = self.num_computed_tokens = holding.num_cached_tokens
         self.prefill_end = len(self.tokens)
+        self.folded_at = None
         self.num_admissions += 1
         if self.num_admissions == 1:
             self.num_cached_tokens = holding.num_cached_tokens
             self.num_kv_tokens = holding.num_kv_tokens
             self.miss_reason = holding.miss_reason
+
+    @property
+    def state_depth(self) -> int:
+        """Tokens that the quiet working state has consumed."""
+        return self.num_computed_tokens if self.folded_at is None else self.folded_at
+
+    def enter_step(self, end: int, *, samples: bool, has_drafts: bool) -> None:
+        """A step under construction computes its positions up to ``end``."""
+        assert not self.has_drafts_in_flight
+        assert not (has_drafts and self.num_in_flight), "drafts at a position that is not known"
+        self.num_scheduled_tokens = end
+        self.num_in_flight += 1
+        self.num_sampling += samples
+        self.has_drafts_in_flight = has_drafts
+
+    def leave_step(self, end: int, *, sampled: bool) -> None:
+        """That step is committed; it consumed the positions up to ``end``."""
+        self.num_in_flight -= 1
+        self.num_sampling -= sampled
+        self.num_computed_tokens = end
+        if self.has_drafts_in_flight:
+            self.num_scheduled_tokens = end
+            self.has_drafts_in_flight = False
+
+    def begin_fold(self) -> int:
+        """A step under construction folds its state; returns the depth: consumed and kept."""
+        assert self.is_draining
+        assert self.num_in_flight == 0
+        self.num_in_flight = 1
+        self.folded_at = min(self.num_computed_tokens, len(self.tokens))
+        return self.folded_at
+
+    def leave_fold(self) -> None:
+        """That step is committed."""
+        self.num_in_flight -= 1
 
     def preempt(self) -> None:
         """RUNNING -> PREEMPTED: nothing more is scheduled."""

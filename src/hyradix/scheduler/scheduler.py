@@ -8,9 +8,9 @@ Invariants:
   for a prefix being computed lets others pass; what can never fit is refused in ``add``;
 - the oldest running request always goes on: it may preempt every other, youngest first;
 - a step's effects on the cache happen in ``commit``, in the order the steps were submitted;
-- a request ends in two phases: it is FINISHING until no step in flight names its row;
 - ``schedule`` and ``commit`` never raise on load, exhaustion or a caller's input.
-Source: DESIGN section 5. Read next: ``cache/prefix_cache.py``.
+Source: DESIGN section 5. Read next: ``rows.py`` (what a row needs), ``departures.py`` (how one
+ends), ``cache/prefix_cache.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 
-from hyradix.cache.holding import Holding
 from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.config import EngineConfig
 from hyradix.errors import InvalidParameterError, QueueFullError
@@ -30,15 +29,16 @@ from hyradix.request import (
     RowUpdate,
     ScheduledBatch,
     StepOutput,
+    slot_order,
 )
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
+from hyradix.scheduler.departures import Departures, Requests
 from hyradix.scheduler.door import refuse_impossible
+from hyradix.scheduler.drafting import Drafting
 from hyradix.scheduler.progress import InFlight, Progress, SchedulerCounters, TokenSink
 from hyradix.scheduler.request_state import RequestState, Status
+from hyradix.scheduler.rows import DECODE_SLOTS, RowPlanner
 from hyradix.scheduler.sharing import ask_for_shared, find_provider, is_still_waiting
-
-DECODE_SLOTS = 16
-"""KV slots a decoding request takes at a time: short runs keep its slots contiguous."""
 
 MAX_ASKED = 64
 """Queued requests whose common prefix with one being admitted is looked at."""
@@ -57,23 +57,24 @@ class Scheduler:
         self.cache = cache if cache is not None else PrefixCache(config)
         self.counters = SchedulerCounters()
         self.miss_reasons: Counter[str] = Counter()
-        self.finish_reasons: Counter[str] = Counter()
         self._sink = sink
         self._eos = frozenset(config.eos_token_ids)
-        self._waiting: list[RequestState] = []
+        self._requests = Requests()
+        self._waiting, self._running = self._requests.waiting, self._requests.running
+        self._drafting = Drafting(config.spec)
+        self._rows = RowPlanner(config, self.cache, self._drafting)
+        self._departures = Departures(config, self.cache, self._requests, self.counters)
+        self.finish_reasons = self._departures.finish_reasons
         self._num_arrived = 0
-        self._running: list[RequestState] = []
-        self._states: dict[str, RequestState] = {}
         self._in_flight: deque[InFlight] = deque()
         self._kv_updates: list[RowUpdate] = []
         self._step = 0
-        self._forced_at = 0
 
     # ---- the door -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> RequestState:
         """Queue a request. Raises ``RequestError`` for what can never run, ``QueueFullError``."""
-        if request.request_id in self._states:
+        if request.request_id in self._requests.by_id:
             raise InvalidParameterError(f"request id {request.request_id!r} is in use")
         refuse_impossible(request, self.config, self.cache)
         if len(self._waiting) >= self.config.max_queue:
@@ -83,7 +84,7 @@ class Scheduler:
             request, max_context=self.config.max_context, arrival=self._num_arrived
         )
         state.arrival_step = self._step
-        self._states[request.request_id] = state
+        self._requests.by_id[request.request_id] = state
         self._waiting.append(state)
         if self.config.prefix_cache:
             for other in self._running:
@@ -94,19 +95,25 @@ class Scheduler:
 
     def abort(self, request_id: str) -> Progress | None:
         """Its client is gone: end it wherever it is. None for an unknown or ended request."""
-        state = self._states.get(request_id)
+        state = self._requests.by_id.get(request_id)
         if state is None or state.status is Status.FINISHING:
             return None
         if state.status is Status.WAITING:
             self._waiting.remove(state)
-        self._end(state, FinishReason.ABORT)
-        self._come_to_rest(state)
+        self._departures.end(state, FinishReason.ABORT)
+        self._departures.come_to_rest(state)
         return Progress(state)
 
     @property
     def has_work(self) -> bool:
         """Whether a step could be scheduled or waits to be committed."""
         return bool(self._waiting or self._running or self._in_flight)
+
+    @property
+    def is_only_settling(self) -> bool:
+        """Whether all that is left are replies that are complete: steps in flight, folds."""
+        is_over = all(state.status is Status.FINISHING for state in self._running)
+        return bool(self._running) and is_over and not self._waiting
 
     @property
     def num_waiting(self) -> int:
@@ -122,15 +129,16 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to do now."""
-        self._force_preemption()
+        self._departures.force_preemption(self._step)
         batch = self._fill()
         if not batch.planned and self.cache.is_anything_quarantined:
             batch = self._fill()  # what preemption gave back may be used: no step was built
-        if not batch.planned:
+        self._departures.add_folds(batch)
+        if batch.is_empty:
             return None
         batch.kv_updates[:0] = self._kv_updates
         self._kv_updates.clear()
-        self._in_flight.append(InFlight(self._step, tuple(batch.planned)))
+        self._in_flight.append(InFlight(self._step, tuple(batch.planned), tuple(batch.folded)))
         self._step += 1
         self.counters.steps += 1
         return batch.build()
@@ -139,11 +147,13 @@ class Scheduler:
         """Decodes first, oldest first; then prefills under way; then the queue."""
         self.cache.begin_step()
         batch = BatchBuilder(self._step)
-        for state in list(self._running):
-            if state.can_run and state.num_scheduled_tokens >= state.prefill_end:
+        decodes = [s for s in self._running if s.can_run and not s.is_prefill_next]
+        self._rows.begin_step(decodes)
+        for state in decodes:
+            if state.can_run:
                 self._plan_decode(batch, state)
         for state in self._running:
-            if state.can_run and state.num_scheduled_tokens < state.prefill_end:
+            if state.can_run and state.is_prefill_next:
                 self._plan_prefill(batch, state)
         self._admit_waiting(batch)
         return batch
@@ -230,64 +240,22 @@ class Scheduler:
     def _plan_prefill(self, batch: BatchBuilder, state: RequestState) -> None:
         count = min(state.prefill_end - state.num_scheduled_tokens, self._budget(batch))
         if count > 0:
-            self._plan(batch, state, count)
+            self._rows.plan(batch, state, count)
 
     def _plan_decode(self, batch: BatchBuilder, state: RequestState) -> None:
-        """One token; preempts younger requests where KV slots are short, at last itself."""
-        holding = state.holding
-        assert holding is not None
-        end = state.num_scheduled_tokens + 1
-        num_slots = min(end + DECODE_SLOTS - 1, state.max_total_tokens)
-        if end <= holding.num_slots or self.cache.can_extend(holding, num_slots):
-            self._plan(batch, state, 1, num_slots=num_slots if end > holding.num_slots else 0)
+        """The next token; preempts younger requests where KV slots are short, at last itself."""
+        if self._rows.plan_decode(batch, state):
             return
-        while not self.cache.can_extend(holding, end):
-            victim = self._victim(batch)
+        assert state.holding is not None
+        end = state.num_scheduled_tokens + 1
+        while not self.cache.rows.can_extend(state.holding, end):
+            victim = self._departures.victim(batch)
             if victim is None or (victim is state and self.cache.is_anything_quarantined):
                 return
-            self._preempt(victim)
+            self._departures.preempt(victim)
             if victim is state:
                 return
-        self._plan(batch, state, 1)
-
-    def _plan(
-        self, batch: BatchBuilder, state: RequestState, count: int, *, num_slots: int = 0
-    ) -> None:
-        """Put ``count`` positions of a request into the step, with the slots they need."""
-        holding = state.holding
-        assert holding is not None
-        start = state.num_scheduled_tokens
-        planned = PlannedRow(
-            state=state,
-            row=holding.row,
-            start=start,
-            num_tokens=count,
-            samples=start + count >= state.num_known_tokens,
-            is_prefill=start < state.prefill_end,
-            max_nodes=int(start >= state.prefill_end),
-        )
-        update = self.cache.extend(holding, max(planned.end, num_slots))
-        if update is not None:
-            batch.kv_updates.append(update)
-        self._plan_saves(batch, holding, planned)
-        write_from = max(start, holding.num_kv_tokens)
-        batch.add_row(planned, write_from=write_from, state_slot=holding.working_slot)
-        state.num_scheduled_tokens = planned.end
-        state.num_in_flight += 1
-        state.num_sampling += planned.samples
-
-    def _plan_saves(self, batch: BatchBuilder, holding: Holding, planned: PlannedRow) -> None:
-        cache, step, interval = self.cache, batch.step, self.config.track_interval
-        if planned.is_prefill:
-            batch.saves += cache.plan_saves(
-                holding,
-                planned.start,
-                planned.end,
-                step,
-                is_last_chunk=planned.end >= planned.state.prefill_end,
-            )
-        elif interval and planned.end % interval == 0:
-            batch.saves += cache.plan_track(holding, planned.end, step)
+        self._rows.plan(batch, state, 1)
 
     # ---- commit ---------------------------------------------------------------------------------
 
@@ -300,16 +268,40 @@ class Scheduler:
         news: list[Progress] = []
         for planned in flight.planned:
             state = planned.state
-            state.num_in_flight -= 1
-            state.num_sampling -= planned.samples
-            state.num_computed_tokens = planned.end
+            at = index.get(planned.row) if planned.samples else None
+            self._arrive(planned, output, at)
             if state.status in (Status.RUNNING, Status.PREEMPTED):
-                at = index.get(planned.row) if planned.samples else None
                 item = self._commit_row(planned, output, at, prompts.get(planned.row))
                 if item is not None:
                     news.append(item)
-            self._come_to_rest(state)
+            self._departures.come_to_rest(state)
+        for state in flight.folded:
+            self._departures.commit_fold(state)
         return news
+
+    def _arrive(self, planned: PlannedRow, output: StepOutput, at: int | None) -> None:
+        """How far the row has come: a decode consumes as many positions as it brings tokens."""
+        state, end = planned.state, planned.end
+        state.is_faulty |= at is not None and bool(output.is_faulty[at])
+        if at is not None and not planned.is_prefill and not state.is_faulty:
+            end = planned.start + int(output.num_tokens[at])
+            assert planned.end <= end <= planned.furthest, "more or less than could be consumed"
+        state.leave_step(end, sampled=planned.samples)
+        if planned.has_drafts and at is not None and not state.is_faulty:
+            self._take_in_drafts(planned, output, at)
+
+    def _take_in_drafts(self, planned: PlannedRow, output: StepOutput, at: int) -> None:
+        """The slots of the nodes that were consumed become those of their positions."""
+        holding, num_nodes = planned.state.holding, int(output.num_nodes[at])
+        assert holding is not None
+        assert num_nodes <= planned.max_nodes
+        path = output.paths[at, : output.num_tokens[at]]
+        self.cache.rows.reorder(holding, planned.start, slot_order(path, num_nodes))
+        if num_nodes > 1:
+            self.counters.draft_rounds += 1
+            self.counters.draft_tokens += num_nodes - 1
+            self.counters.accepted_tokens += len(path) - 1
+        self._drafting.learn(planned.state, num_nodes, len(path) - 1)
 
     def _commit_row(
         self,
@@ -319,14 +311,15 @@ class Scheduler:
         prompt: PromptLogprobs | None,
     ) -> Progress | None:
         state = planned.state
-        if at is not None and output.is_faulty[at]:
-            self._end(state, FinishReason.ERROR)
+        if state.is_faulty:
+            self._departures.end(state, FinishReason.ERROR)
             return Progress(state)
+        kept: list[int] = []
+        if at is not None:
+            kept = self._accept(state, output.token_ids[at, : output.num_tokens[at]].tolist())
         self._learn(planned, output.step)
         if at is None:
             return Progress(state, prompt_logprobs=prompt) if prompt is not None else None
-        sampled = output.token_ids[at, : output.num_tokens[at]].tolist()
-        kept = self._accept(state, sampled)
         logprobs = output.logprobs[at] if output.logprobs else None
         return Progress(state, kept, logprobs, prompt)
 
@@ -341,7 +334,8 @@ class Scheduler:
         if planned.is_prefill:
             self.counters.computed_tokens += planned.num_tokens
         tokens = state.tokens.to_bytes()
-        self._kv_updates += self.cache.learn(holding, tokens, computed, step)
+        consumed = state.num_computed_tokens
+        self._kv_updates += self.cache.learn(holding, tokens, computed, step, num_consumed=consumed)
 
     def _accept(self, state: RequestState, sampled: list[int]) -> list[int]:
         """Append sampled tokens up to the first that ends the request; returns those kept."""
@@ -352,68 +346,5 @@ class Scheduler:
         state.tokens.append(kept)
         self.counters.output_tokens += len(kept)
         if reason is not None:
-            self._end(state, reason, stop_reason)
+            self._departures.end(state, reason, stop_reason)
         return kept
-
-    # ---- end ------------------------------------------------------------------------------------
-
-    def _end(
-        self, state: RequestState, reason: FinishReason, stop_reason: int | str | None = None
-    ) -> None:
-        state.end(reason, stop_reason)
-        self.finish_reasons[reason.value] += 1
-        if state.status is Status.FINISHED:
-            del self._states[state.request_id]
-
-    def _victim(self, batch: BatchBuilder) -> RequestState | None:
-        """The youngest request that may be preempted now; None: wait for one that drains."""
-        if any(state.is_draining for state in self._running):
-            return None
-        taken = {id(planned.state) for planned in batch.planned}
-        candidates = [s for s in self._running if id(s) not in taken]
-        return candidates[-1] if candidates else None
-
-    def _preempt(self, state: RequestState) -> None:
-        self.counters.preemptions += 1
-        state.preempt()
-        self._come_to_rest(state)
-
-    def _force_preemption(self) -> None:
-        """For tests: every N steps the youngest goes back to the queue.
-
-        It must have got further than the last time it was preempted, or it might never end:
-        what it left behind may be evicted before it is back.
-        """
-        every = self.config.force_preempt_every
-        if every and self._step and self._step % every == 0 and self._forced_at != self._step:
-            self._forced_at = self._step
-            running = [
-                s
-                for s in self._running
-                if s.status is Status.RUNNING and s.num_computed_tokens > s.preempted_at
-            ]
-            if running:
-                self._preempt(running[-1])
-
-    def _come_to_rest(self, state: RequestState) -> None:
-        """If no step names the row any more: donate what is worth keeping, give back the rest."""
-        if not state.is_draining or state.num_in_flight:
-            return
-        is_over = state.status is Status.FINISHING
-        holding = state.settle() if is_over else state.requeue()
-        self._running.remove(state)
-        if is_over:
-            del self._states[state.request_id]
-        else:
-            insort(self._waiting, state, key=lambda s: s.arrival)
-        if state.finish_reason is FinishReason.ERROR:
-            self.cache.release(holding)
-            return
-        self.cache.finish(
-            holding,
-            state.tokens.to_bytes(),
-            state_depth=state.num_computed_tokens,
-            kept=len(state.tokens),
-            is_working_donated=is_over or self.config.preempt_donate == "always",
-            is_pinned=is_over and state.request.pin,
-        )
