@@ -63,14 +63,13 @@ class Heldout:
 
 
 def make_heldout(model: Model, data: str, *, length: int, max_new: int, limit: int) -> Heldout:
-    """Lets the target answer at most `limit` prompts of each test set."""
+    """Lets the target answer at most `limit` prompts of each test set; all in float32."""
     sets = {
         n: load_chats(data, n + "_")[0][:limit] for n in ("mt_bench", "mt_bench_second", "gsm8k")
     }
-    dtype = torch.bfloat16 if next(model.parameters()).is_cuda else torch.float32
     rows = max(map(len, sets.values()))
-    stream = TargetStream(model, rows, length, kv_dtype=dtype)
-    store = TokenStore(stream, sum(map(len, sets.values())) * length, dtype)
+    stream = TargetStream(model, rows, length, kv_dtype=torch.float32)
+    store = TokenStore(stream, sum(map(len, sets.values())) * length, torch.float32)
     groups = {}
 
     def answer(name: str, prompts: list[np.ndarray]) -> None:
@@ -103,7 +102,7 @@ def right_steps(head: DraftHead, store: TokenStore, embed: Tensor, length: int) 
         anchors = wanted.nonzero()[:, 0]
         places = at.flatten()[anchors].cpu().numpy()
         for k, out in enumerate(head.steps(rows, embed, NUM_STEPS)):
-            best = linear(out[anchors], embed).argmax(-1)
+            best = linear(out[anchors].to(embed.dtype), embed).argmax(-1)
             right[places, k] = (best == rows.later(k + 1)[anchors]).cpu().numpy()
     return right
 

@@ -160,10 +160,10 @@ class DraftHead(nn.Module):
                 parameter.copy_(weights[other])
 
     def steps(self, rows: Rows, embed: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """Outputs [R * T, hidden] of draft steps 1..num_steps; `embed` says the dtype's width.
+        """Outputs [R * T, hidden] of draft steps 1..num_steps, in the dtype of `rows.hidden`.
 
         Step k of anchor i stands at i and uses the token i+k-1 of the row, so it means nothing
-        where that lies in another document. Logits are the output times the embedding.
+        where that lies in another document. Logits are the output times `embed` [V, hidden].
         """
         shape, flat = self.shape, rows.position.flatten()
         mask = seen_pairs(rows.position) if self.owns_kv else seen_target(rows.position)

@@ -3,13 +3,10 @@
     python training/train_drafts.py --model src/hyradix/demo_model --data DRAFTS.npz \
         --out DIR --minutes 8.5
 
-Owns: the phases (the target writes replies; the heads learn from them), the loss, the learning
-rate, checkpoints. `DRAFTS.npz` is made by `prepare_drafts.py`. Writes DIR/draft_heads.safetensors
-(bf16) and DIR/draft_metrics.json every minute and at the end.
-Loss: cross entropy of each draft step with the target's distribution, part of it moved onto the
-target's best token, at places where the next token belongs to a reply. Every batch begins a chain
-of `--steps` steps at each such place.
-Read next: `draft_tokens.py`, `draft_model.py`, `draft_eval.py`.
+Owns: the phases (the target writes replies; the heads learn from them), the learning rate,
+checkpoints. `DRAFTS.npz` is made by `prepare_drafts.py`. Writes DIR/draft_heads.safetensors (bf16)
+and DIR/draft_metrics.json every minute and at the end.
+Read next: `draft_tokens.py`, `draft_model.py`, `draft_loss.py`, `draft_eval.py`.
 """
 
 from __future__ import annotations
@@ -22,18 +19,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from draft_eval import make_heldout, measure, pack, right_steps
-from draft_model import INTERMEDIATE, DraftHead, Rows, make_heads
+from draft_loss import draft_losses
+from draft_model import INTERMEDIATE, make_heads
 from draft_tokens import Mix, Session, TokenStore, load_chats, make_work
-from model import Model, Pieces, Shape, delta_rule_torch, linear
+from model import Model, Pieces, Shape, delta_rule_torch
 from optim import Optimizer
 from safetensors.torch import save_file
 from target_stream import TargetStream
 from torch import Tensor
 from train import load_weights
 
-SAVE_EVERY_S, LOG_EVERY, WARMUP_STEPS, FINAL_LR_SHARE = 60.0, 100, 100, 0.02
+SAVE_EVERY_S, LOG_EVERY, WARMUP_STEPS, FINAL_LR_SHARE = 60.0, 50, 100, 0.02
 STEP_DECAY = 0.8  # weight of each step's loss against the one before
 HEADS_FILE, METRICS_FILE = "draft_heads.safetensors", "draft_metrics.json"
 
@@ -44,46 +41,6 @@ def learning_rate_scale(progress: float, step: int) -> float:
         1 + math.cos(math.pi * min(1.0, progress))
     )
     return min(1.0, (step + 1) / WARMUP_STEPS) * fall
-
-
-@torch.no_grad()
-def aims(hidden: Tensor, embed: Tensor, hard_share: float) -> Tensor:
-    """The target's distributions [M, V], a share of each moved onto its best token."""
-    logits = linear(hidden, embed).float()
-    best = logits.argmax(-1, keepdim=True)
-    goal = logits.softmax(-1).mul_(1.0 - hard_share)
-    return goal.scatter_add_(1, best, torch.full_like(best, 1, dtype=goal.dtype) * hard_share)
-
-
-def draft_losses(
-    heads: list[DraftHead],
-    rows: Rows,
-    is_goal: Tensor,
-    embed: Tensor,
-    *,
-    num_steps: int,
-    most: int,
-    hard_share: float,
-) -> list[Tensor]:
-    """float32[num_steps] for each head: the mean loss of each step over the places that count.
-
-    is_goal: bool[R, T], as in `TokenStore`. most: anchors used, drawn at random if there are more.
-    """
-    position, goal = rows.position.flatten(), is_goal.flatten()
-    anchors = ((position > 0) & goal).nonzero()[:, 0]
-    if len(anchors) > most:
-        anchors = anchors[torch.randperm(len(anchors), device=anchors.device)[:most]]
-    hidden = rows.hidden.flatten(0, 1)
-    losses: list[list[Tensor]] = [[] for _ in heads]
-    outputs = zip(*(head.steps(rows, embed, num_steps) for head in heads), strict=True)
-    for k, outs in enumerate(outputs):
-        place = (anchors + k).clamp_max(len(goal) - 1)
-        counts = (goal[place] & (position[place] == position[anchors] + k)).float()
-        aim = aims(hidden[place], embed, hard_share)
-        for found, out in zip(losses, outs, strict=True):
-            loss = F.cross_entropy(linear(out[anchors], embed).float(), aim, reduction="none")
-            found.append((loss * counts).sum() / counts.sum().clamp_min(1.0))
-    return [torch.stack(found) for found in losses]
 
 
 class DraftTrainer:
@@ -100,7 +57,7 @@ class DraftTrainer:
         weights = load_weights(args.model)
         self.target.load(weights)
         self.target.to(self.device).requires_grad_(False)
-        self.embed = self.target.table["model.embed_tokens.weight"].to(self.dtype)
+        self.embed = self.target.table["model.embed_tokens.weight"]
         self.heads = make_heads(shape, INTERMEDIATE)
         for head in self.heads.values():
             head.start_from(weights, shape.num_layers - 1)
@@ -141,7 +98,9 @@ class DraftTrainer:
         return store
 
     def save(self) -> None:
-        """Writes heads and metrics."""
+        """Writes heads and metrics; raises, and writes nothing, if a weight is not finite."""
+        if not all(bool(p.isfinite().all()) for h in self.heads.values() for p in h.parameters()):
+            raise FloatingPointError("a weight is not finite; the last checkpoint stays")
         self.args.out.mkdir(parents=True, exist_ok=True)
         tensors = {
             n: p.detach().bfloat16().cpu() for h in self.heads.values() for n, p in h.table.items()
@@ -150,6 +109,13 @@ class DraftTrainer:
         self.metrics |= {"steps": self.step, "seconds": round(time.time() - self.begin, 1)}
         (self.args.out / METRICS_FILE).write_text(json.dumps(self.metrics, indent=1) + "\n")
         self.last_save = time.time()
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Rounds the heads as the file does, so that what is measured is what is written."""
+        for head in self.heads.values():
+            for parameter in head.parameters():
+                parameter.copy_(parameter.bfloat16())
 
     def evaluate(self) -> None:
         """Measures both heads on the held-out replies."""
@@ -212,6 +178,7 @@ class DraftTrainer:
         begin = time.time()
         self.train(store, end)
         self.metrics["training_seconds"] = round(time.time() - begin, 1)
+        self.round_weights()
         self.evaluate()
         self.save()
         self.log(f"done, {self.step} steps of at most {args.batch_rows * args.length} tokens")

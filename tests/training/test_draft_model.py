@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from draft_eval import count_rounds
+from draft_loss import aims, draft_losses
 from draft_model import INTERMEDIATE, chain_attention, make_heads, seen_pairs, seen_target
 from install_drafts import HEADS_LIMIT
 from model import Shape
 from safetensors.torch import load_file
 from train import load_weights
-from train_drafts import aims, draft_losses
 
 from tests.training.draft_support import NaiveChain, naive_rounds, random_rows, tiny_heads
 
