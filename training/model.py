@@ -127,10 +127,10 @@ def delta_rule_torch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32; `weight` is the whole factor."""
-    y = x.float()
+    """Root-mean-square norm over the last axis, in float32 or wider; `weight` is the factor."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(x.dtype)
+    return (y * weight.to(y.dtype)).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
