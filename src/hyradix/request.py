@@ -319,6 +319,7 @@ class ScheduledBatch:
             included; 1: a decode without drafts; 0: a prefill, never drafted for.
         max_accepted: positions that may be consumed at most; 1 where max_nodes <= 1.
         committed: depth that the host has committed: nothing past it may be folded away.
+        num_slots: columns of the row's part of the slot table that are its own or locked for it.
 
     Without drafts and log a prefill of one token and a decode step are the same. With drafts
     ``num_tokens`` is 1 (the root); how many positions were consumed comes back as
@@ -337,12 +338,15 @@ class ScheduledBatch:
     max_nodes: Int32Array
     max_accepted: Int32Array
     committed: Int32Array
+    num_slots: Int32Array
     row_inits: tuple[RowInit, ...] = ()
     token_updates: tuple[RowUpdate, ...] = ()
     kv_updates: tuple[RowUpdate, ...] = ()
     state_ops: tuple[StateOp, ...] = ()
     saves: tuple[StateSave, ...] = ()
     folds: tuple[StateFold, ...] = ()
+    draft_topk: int = 0
+    """Children that a draft node may have in this step; 0: as configured."""
 
     @property
     def num_rows(self) -> int:
@@ -385,6 +389,7 @@ class StepOutput:
     paths: ``int32[M, K]`` nodes of the draft tree that were consumed, the root (0) first, padded
         with -1.
     num_nodes: ``int32[M]`` nodes that were verified, the root included.
+    seconds: how long the step took; 0: not measured.
     is_faulty: ``bool[M]`` the row's logits were not finite; its tokens mean nothing.
     logprobs: one entry per sampling row, of all its tokens; None where not asked for.
     """
@@ -398,6 +403,7 @@ class StepOutput:
     num_nodes: Int32Array
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = field(default=())
+    seconds: float = 0.0
 
 
 def slot_order(path: Int32Array, num_nodes: int) -> Int32Array:

@@ -24,6 +24,7 @@ def batch(step: int) -> ScheduledBatch:
         max_nodes=none,
         max_accepted=none,
         committed=none,
+        num_slots=none,
     )
 
 

@@ -169,6 +169,7 @@ class Player:
             max_nodes=np.zeros(len(rows), np.int32),
             max_accepted=np.ones(len(rows), np.int32),
             committed=starts,
+            num_slots=np.array(ends, np.int32),
             row_inits=tuple(pending["inits"]),
             token_updates=tuple(pending["tokens"]),
             kv_updates=tuple(pending["kv"]),

@@ -88,6 +88,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     num_requests: int = 0
     num_preemptions: int = 0
+    num_draft_rounds: int = 0
+    """Rounds of one request in which drafts were verified."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that were accepted; 1 + accepted / rounds is the accept length."""
     num_evicted_states: int = 0
     num_evicted_kv: int = 0
     num_skipped_saves: int = 0

@@ -57,8 +57,18 @@ def step_line(before: EngineStats, after: EngineStats, elapsed_s: float) -> str:
         f"#new-token: {computed}, #cached-token: {cached}, "
         f"#running-req: {after.num_running}, #queue-req: {after.num_waiting}, "
         f"KV usage: {_usage(after.kv):.1%}, state usage: {_usage(after.state):.1%}, "
-        f"gen throughput (token/s): {output / max(elapsed_s, 1e-9):.1f}"
+        f"gen throughput (token/s): {output / max(elapsed_s, 1e-9):.1f}" + _drafts(before, after)
     )
+
+
+def _drafts(before: EngineStats, after: EngineStats) -> str:
+    """Tokens that a round with drafts made, its bonus counted, and the share of drafts accepted."""
+    rounds = after.num_draft_rounds - before.num_draft_rounds
+    if rounds == 0:
+        return ""
+    accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    drafted = after.num_draft_tokens - before.num_draft_tokens
+    return f", accept len: {1 + accepted / rounds:.2f}, accept rate: {accepted / drafted:.2f}"
 
 
 def pool_lines(info: EngineInfo) -> list[str]:

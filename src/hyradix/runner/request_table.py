@@ -24,22 +24,18 @@ class RequestTable:
         num_rows = config.max_requests
         self.token_ids: Int32Array = np.zeros((num_rows, config.max_context), np.int32)
         self.kv_slots: Int32Array = np.zeros((num_rows, config.table_width), np.int32)
-        self.num_slots: Int32Array = np.zeros(num_rows, np.int32)
-        """Columns of ``kv_slots`` that are the row's; what stands behind them is another's."""
         self._inits: list[RowInit | None] = [None] * num_rows
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Enter new rows and write the batch's token and KV updates."""
         for init in batch.row_inits:
             self._inits[init.row] = init
-            self.num_slots[init.row] = 0
         for update in batch.token_updates:
             end = update.start + len(update.values)
             self.token_ids[update.row, update.start : end] = update.values
         for update in batch.kv_updates:
             end = update.start + len(update.values)
             self.kv_slots[update.row, update.start : end] = update.values
-            self.num_slots[update.row] = max(int(self.num_slots[update.row]), end)
 
     def init_of(self, row: int) -> RowInit | None:
         """How the row was entered."""

@@ -14,8 +14,10 @@ Read next: ``batch.py``, ``pools.py``, ``speculation.py``.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -89,6 +91,7 @@ class ModelRunner:
             max_nodes=one,
             max_accepted=one + 1,
             committed=one,
+            num_slots=one,
         )
         with torch.inference_mode():
             self.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
@@ -98,6 +101,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step and return what it produced."""
+        started = time.perf_counter()
         self.table.apply(batch)
         self._init_rows(batch)
         self.pools.states.apply(batch.state_ops)
@@ -105,7 +109,7 @@ class ModelRunner:
         output = self._forward(batch) if batch.num_rows else _nothing(batch.step)
         if batch.folds:
             self.speculation.fold(batch.folds)
-        return output
+        return replace(output, seconds=time.perf_counter() - started)
 
     def poison_kv(self, slots: list[int]) -> None:
         """Fill KV slots with NaN (tests)."""

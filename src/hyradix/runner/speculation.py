@@ -99,13 +99,16 @@ class Speculation:
         if self.proposer is None or len(wants) == 0:
             return Drafts.roots(roots)
         assert self.config.spec is not None
+        shape = self.config.spec.shape
+        if batch.draft_topk:
+            shape = replace(shape, topk=batch.draft_topk)
         drafts = self.proposer.propose(
             DraftRound(
                 rows=rows[wants],
                 starts=starts[wants],
                 max_nodes=batch.max_nodes[index][wants],
                 max_depth=batch.max_accepted[index][wants] - 1,
-                shape=self.config.spec.shape,
+                shape=shape,
             )
         )
         return drafts if len(wants) == len(index) else drafts.spread(wants, roots)
@@ -185,7 +188,7 @@ class Speculation:
         has_next = samples.copy()
         has_next[samples] = ~accepted.is_faulty
         ends = (starts + counts).astype(np.int32)
-        has_next &= ends < self.table.num_slots[rows]
+        has_next &= ends < batch.num_slots[order]
         columns = np.minimum(ends, self.table.kv_slots.shape[1] - 1)
         consumed = None
         if hidden is not None:

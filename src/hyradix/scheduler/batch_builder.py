@@ -98,6 +98,7 @@ class BatchBuilder:
             max_nodes=np.array([p.max_nodes for p in self.planned], dtype=np.int32),
             max_accepted=np.array([p.max_accepted for p in self.planned], dtype=np.int32),
             committed=np.array([p.state.num_computed_tokens for p in self.planned], dtype=np.int32),
+            num_slots=np.array([_num_slots(p.state) for p in self.planned], dtype=np.int32),
             row_inits=tuple(self.row_inits),
             token_updates=tuple(self.token_updates),
             kv_updates=tuple(self.kv_updates),
@@ -105,3 +106,8 @@ class BatchBuilder:
             saves=tuple(self.saves),
             folds=tuple(self.folds),
         )
+
+
+def _num_slots(state: RequestState) -> int:
+    assert state.holding is not None
+    return state.holding.num_slots
