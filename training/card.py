@@ -172,13 +172,13 @@ def drafts_text(metrics: dict) -> str:
     written = drafts["written"]
     lines = [
         DRAFTS_HEAD,
-        f"Trained with the model frozen, in {drafts['seconds']:.0f} s on one NVIDIA H200: "
-        f"{written['tokens'] / 1e6:.1f} M tokens of chats,",
-        f"{written['reply_tokens'] / 1e6:.1f} M of them replies, then {drafts['steps']} steps. "
-        "Measured on greedy replies to prompts that were kept out",
-        "(both turns of MT-bench, 200 of GSM8K): how often the token of draft step 1 to 6 is the "
-        "model's, and tokens",
-        "a round, the model's own one counted, with chains of three drafts.",
+        f"Trained with the model frozen, in {drafts['seconds']:.0f} s on one NVIDIA H200: it wrote "
+        "and read",
+        f"{written['tokens'] / 1e6:.1f} M tokens of chats, {written['reply_tokens'] / 1e6:.1f} M "
+        f"of them replies, on which the heads had {drafts['steps']} steps.",
+        "Measured on its greedy replies to prompts that were kept out (MT-bench, both turns, and",
+        "GSM8K): how often the token of draft step 1 to 6 is the model's own, and tokens a round",
+        "with chains of three drafts, the model's own token after them counted.",
         "",
         "| head | M parameters | replies to | agreement, steps 1 to 6 | tokens a round |",
         "|---|---|---|---|---|",

@@ -1,14 +1,16 @@
-"""A tiny target with heads, and the heads' slow twin: one position at a time, float64."""
+"""A tiny target with heads, and drafting one position at a time, by the engine's definition."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from draft_model import DraftHead, Rows, make_heads
 from model import Model, Pieces, Shape, delta_rule_torch
 from torch import Tensor
+
+from hyradix.models.qwen3_5 import parse_config
+from tests.spec_decode.naive import NaiveHead
 
 TINY = Shape(
     vocab=97,
@@ -62,20 +64,12 @@ def random_rows(documents: list[int], rows: int = 2) -> tuple[Rows, Tensor]:
     return Rows(ids, position, hidden, keys, values), embed
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean() + TINY.eps).sqrt() * (1.0 + weight)
-
-
-def _turn(x: Tensor, position: int) -> Tensor:
-    """The first quarter of a head's numbers turned in pairs by the position."""
-    half = int(TINY.head_dim * TINY.rotary_share) // 2
-    out = x.clone()
-    for n in range(half):
-        angle = position * TINY.rope_theta ** (-n / half)
-        a, b = x[n], x[n + half]
-        out[n] = a * math.cos(angle) - b * math.sin(angle)
-        out[n + half] = b * math.cos(angle) + a * math.sin(angle)
-    return out
+def naive_head(head: DraftHead, embed: Tensor) -> NaiveHead:
+    """The same head as the tests of the engine's proposers define it."""
+    raw = {"model_type": "qwen3_5_text", **TINY.config_kwargs()}
+    weights = {name: parameter.detach() for name, parameter in head.table.items()}
+    weights["model.embed_tokens.weight"] = embed
+    return NaiveHead(head.name, parse_config(raw, {}), weights)
 
 
 class NaiveChain:
@@ -85,57 +79,20 @@ class NaiveChain:
     """
 
     def __init__(
-        self,
-        head: DraftHead,
-        ids: list[int],
-        hidden: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        embed: Tensor,
+        self, head: NaiveHead, ids: list[int], hidden: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self.head, self.embed, self.count = head, embed, len(ids)
-        self.last, self.done = hidden[-1], 0
-        self.memory = [(keys[j], values[j]) for j in range(len(ids))]
-        if head.owns_kv:
-            pairs = [self._fuse(ids[j], hidden[j - 1]) for j in range(1, len(ids))]
-            self.memory = [self._own(x, j) for j, x in enumerate(pairs, start=1)]
-
-    def _w(self, name: str) -> Tensor:
-        return self.head.table[f"{self.head.name}.{name}.weight"].detach()
-
-    def _fuse(self, token: int, hidden: Tensor) -> Tensor:
-        e = _norm(self.embed[token], self._w("pre_fc_norm_embedding"))
-        h = _norm(hidden, self._w("pre_fc_norm_hidden"))
-        return self._w("fc") @ torch.cat([e, h])
-
-    def _own(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        y, p = _norm(x, self._w("layers.0.input_layernorm")), "layers.0.self_attn."
-        k = (self._w(p + "k_proj") @ y).view(TINY.num_kv_heads, -1)
-        k = torch.stack([_turn(_norm(one, self._w(p + "k_norm")), position) for one in k])
-        return k, (self._w(p + "v_proj") @ y).view(TINY.num_kv_heads, -1)
+        self.head, self.ids, self.hidden = head, list(ids), list(hidden)
+        self.kv = keys, values
 
     def step(self, token: int) -> Tensor:
         """The output after one more token, the root first; logits are the embedding times it."""
-        x = self._fuse(token, self.last)
-        position = self.count + self.done if self.head.owns_kv else self.count - 1
-        if self.head.owns_kv:
-            self.memory.append(self._own(x, position))
-        y, p = _norm(x, self._w("layers.0.input_layernorm")), "layers.0.self_attn."
-        mixed = []
-        for h, row in enumerate((self._w(p + "q_proj") @ y).view(TINY.num_heads, -1)):
-            q, gate = row[: TINY.head_dim], row[TINY.head_dim :]
-            q = _turn(_norm(q, self._w(p + "q_norm")), position)
-            group = h // (TINY.num_heads // TINY.num_kv_heads)
-            scores = torch.stack([k[group] @ q for k, _ in self.memory]) * TINY.head_dim**-0.5
-            found = zip(scores.softmax(0), self.memory, strict=True)
-            mixed.append(sum(share * v[group] for share, (_, v) in found) * gate.sigmoid())
-        x = x + self._w(p + "o_proj") @ torch.cat(mixed)
-        y = _norm(x, self._w("layers.0.post_attention_layernorm"))
-        gate, up = self._w("layers.0.mlp.gate_proj") @ y, self._w("layers.0.mlp.up_proj") @ y
-        x = x + self._w("layers.0.mlp.down_proj") @ (gate * gate.sigmoid() * up)
-        self.last = _norm(x, self._w("norm"))
-        self.done += 1
-        return self.last
+        self.ids.append(token)
+        if self.head.name == "mtp":
+            out = self.head.mtp(self.ids[1:], torch.stack(self.hidden))
+        else:
+            out = self.head.frozen(token, self.hidden[-1], *self.kv)
+        self.hidden.append(out)
+        return out
 
 
 def naive_rounds(
@@ -146,7 +103,7 @@ def naive_rounds(
     while at < len(reply) - 1:
         drafter, token, accepted = start(first + at), reply[at], 0
         while accepted < min(chain, len(reply) - 1 - at):
-            token = int((drafter.embed @ drafter.step(token)).argmax())
+            token = int(drafter.head.logprobs(drafter.step(token)).argmax())
             if token != reply[at + accepted + 1]:
                 break
             accepted += 1

@@ -15,7 +15,13 @@ from model import Shape
 from safetensors.torch import load_file
 from train import load_weights
 
-from tests.training.draft_support import NaiveChain, naive_rounds, random_rows, tiny_heads
+from tests.training.draft_support import (
+    NaiveChain,
+    naive_head,
+    naive_rounds,
+    random_rows,
+    tiny_heads,
+)
 
 DOCUMENTS = [1, 7, 2, 5]
 HEADS = ("mtp", "frozen_kv_mtp")
@@ -23,12 +29,13 @@ HEADS = ("mtp", "frozen_kv_mtp")
 
 def chains_of(head, rows, embed, row: int, begin: int):
     """A function from a place in the document at `begin` to a naive chain that starts there."""
+    naive = naive_head(head, embed)
 
     def start(place: int) -> NaiveChain:
         cut = slice(begin, begin + place)
         ids = rows.ids[row, cut].tolist()
         parts = (rows.hidden[row, cut], rows.keys[row, cut], rows.values[row, cut])
-        return NaiveChain(head, ids, *parts, embed)
+        return NaiveChain(naive, ids, *parts)
 
     return start
 

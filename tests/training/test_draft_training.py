@@ -133,7 +133,11 @@ def test_the_shipped_folder_with_heads_is_loaded_by_both(package: Path, shipped:
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain(ids).logits)
-    load_model(package, backend="torch")
+    assert load_model(package, backend="torch").draft_head is None
+    for name in INTERMEDIATE:
+        head = load_model(package, backend="torch", proposer=name).draft_head
+        assert head is not None
+        assert head.name == name
 
 
 def test_heads_that_are_too_large_are_refused(
