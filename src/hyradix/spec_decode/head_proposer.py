@@ -91,5 +91,5 @@ class HeadProposer(ABC):
 def children_of(logits: torch.Tensor, topk: int) -> tuple[Int64Array, FloatArray]:
     """The likeliest tokens of ``[Q, V]`` and their log probabilities, best first; ``[Q, topk]``."""
     ids = largest(logits, min(topk, logits.shape[-1]))
-    logprobs = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
-    return ids.cpu().numpy(), logprobs.clamp(max=0.0).double().cpu().numpy()
+    logprobs = logits.log_softmax(-1).gather(1, ids)
+    return ids.cpu().numpy(), logprobs.double().cpu().numpy()
