@@ -154,6 +154,36 @@ def test_a_row_that_begins_anew_forgets(head):
     check(world, naive, drafts, [0], CHAIN, [5], [4])
 
 
+@pytest.mark.parametrize("shared", [10, 15])
+def test_a_row_resumes_behind_the_hidden_state_it_is_given(head, shared):
+    name, model, naive = head
+    world = begin(name, model)
+    world.enter(3, [*world.token_ids[0, :shared].tolist(), 7, 8], like=0, state=10, shared=shared)
+    world.consume({3: shared - 8}, write_from={3: shared}, sampled={3: 2})
+    check(world, naive, world.propose([3], TREE), [3], TREE, [10], [3])
+
+
+def test_shared_slots_are_not_written_even_with_what_they_hold(head):
+    name, model, _ = head
+    world = begin(name, model)
+    world.enter(3, [*world.token_ids[0, :15].tolist(), 7], like=0, state=10, shared=15)
+    world.k[-1, torch.from_numpy(world.kv_slots[0, :15]).long()] += 0.5  # a write would show
+    world.consume({3: 3}, write_from={3: 15})
+    world.consume({3: 3}, write_from={3: 15}, sampled={3: 2})
+
+
+def test_nothing_is_left_of_the_request_before(head):
+    name, model, naive = head
+    world = begin(name, model)
+    slot = int(world.kv_slots[0, 27])
+    world.enter(0, [*world.token_ids[0, :27].tolist(), 3], like=0, state=27, shared=27)
+    world.hidden[0, 27] = world.draw_hidden(1)[0]
+    world.free.append(slot)  # it gets the very same one
+    world.consume({0: 1}, write_from={0: 27}, sampled={0: 2})
+    assert world.kv_slots[0, 27] == slot
+    check(world, naive, world.propose([0], TREE), [0], TREE, [10], [3])
+
+
 def test_a_row_of_one_token(head):
     name, model, naive = head
     world = World(name, model)

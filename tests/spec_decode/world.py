@@ -28,6 +28,7 @@ CONFIG = {
     "model_type": "qwen3_5_text",
     "linear_conv_kernel_dim": 4,
     **COMMON,
+    "num_hidden_layers": 8,
     "tie_word_embeddings": True,
     "draft_heads": {"mtp": {"intermediate_size": 56}, "frozen_kv_mtp": {"intermediate_size": 32}},
 }
@@ -83,12 +84,12 @@ class World:
     def enter(self, row: int, prompt: list[int], *, like: int | None = None, state: int = 0,
               shared: int = 0) -> None:  # fmt: skip
         """``like``: the first ``shared`` slots are that row's; it resumes from ``state``."""
-        self.token_ids[row, : len(prompt)] = prompt
-        self.hidden[row, : len(prompt)] = self.draw_hidden(len(prompt))
+        self.hidden[row, shared : len(prompt)] = self.draw_hidden(len(prompt) - shared)
         if like is not None:
             assert prompt[:shared] == self.token_ids[like, :shared].tolist()
             self.hidden[row, :shared] = self.hidden[like, :shared]
             self.kv_slots[row, :shared] = self.kv_slots[like, :shared]
+        self.token_ids[row, : len(prompt)] = prompt
         self.owned[row] = shared
         self.done[row] = state
         self.proposer.enter(row, self.hidden[row, state - 1] if state else None)

@@ -40,7 +40,7 @@ class FrozenKvMtpProposer(HeadProposer):
         self._head.normalize(x)
 
     def _is_ready(self, batch: DraftRound) -> BoolArray:
-        result: BoolArray = (self._consumed[batch.rows] == batch.starts) & (batch.starts > 0)
+        result: BoolArray = batch.starts > 0
         return result
 
     def _expand_roots(self, batch: DraftRound, frontier: Frontier) -> Array:

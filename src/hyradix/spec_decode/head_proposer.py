@@ -41,12 +41,9 @@ class HeadProposer(ABC):
         self._k = k
         self._v = v
         self._last = torch.zeros(len(token_ids), head.hidden_size)
-        self._consumed = np.zeros(len(token_ids), np.int32)
-        """Tokens of which ``_last`` is the last; 0: there is none."""
 
     def enter(self, row: int, hidden: torch.Tensor | None) -> None:
         """See ``proposer.Proposer``."""
-        self._consumed[row] = 0
         if hidden is not None:
             self._last[row] = hidden
 
@@ -73,7 +70,6 @@ class HeadProposer(ABC):
         rows, last = torch.from_numpy(step.rows).long(), step.cu_tokens[1:] - 1
         hidden = self._ops.tensor(step.hidden)
         self._last[rows] = hidden.index_select(0, torch.from_numpy(last))
-        self._consumed[step.rows] = step.ends
 
     def _of_rows(self, held: torch.Tensor, rows: Int32Array) -> Array:
         """Rows of what is held for every request."""
@@ -95,5 +91,5 @@ class HeadProposer(ABC):
 def children_of(logits: torch.Tensor, topk: int) -> tuple[Int64Array, FloatArray]:
     """The likeliest tokens of ``[Q, V]`` and their log probabilities, best first; ``[Q, topk]``."""
     ids = largest(logits, min(topk, logits.shape[-1]))
-    logprobs = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
-    return ids.cpu().numpy(), logprobs.clamp(max=0.0).double().cpu().numpy()
+    logprobs = logits.log_softmax(-1).gather(1, ids)
+    return ids.cpu().numpy(), logprobs.double().cpu().numpy()

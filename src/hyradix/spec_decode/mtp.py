@@ -62,10 +62,10 @@ class MtpProposer(HeadProposer):
         has_next = (step.next_slots > 0) & (step.ends < self._token_ids.shape[1])
         is_known = self._has_newest(step.rows, step.starts)
         begins = np.maximum(np.maximum(step.starts + is_known, step.write_from), FIRST)
-        begins = np.where(has_next, np.minimum(begins, step.ends), begins).astype(np.int32)
+        begins = begins.astype(np.int32)
+        assert bool((begins <= step.ends)[has_next].all()), "a next token stands in a shared slot"
         counts = (step.ends + has_next - begins).astype(np.int32)
         index = np.flatnonzero(counts > 0)
-        self._newest[step.rows] = -1
         if len(index):
             x, cu_pairs = self._run_pairs(step, index, begins[index], counts[index])
             is_newest = has_next[index]
@@ -108,9 +108,8 @@ class MtpProposer(HeadProposer):
         positions += np.repeat(begins - cu_pairs[:-1], counts)
         rows = step.rows[owner]
         slots = self._kv_slots[rows, positions]
-        write_slots = np.where(positions >= step.write_from[owner], slots, np.int32(0))
         queries = RaggedQueries.of(
-            cu_pairs, step.rows[index], begins, positions, write_slots, self._kv_slots, first=FIRST
+            cu_pairs, step.rows[index], begins, positions, slots, self._kv_slots, first=FIRST
         )
         x = self._head.forward(
             self._token_ids[rows, positions],

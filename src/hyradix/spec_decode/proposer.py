@@ -48,7 +48,8 @@ class ConsumedTokens:
     """What one forward consumed, after the slot table was reordered to what was accepted.
 
     rows, starts, ends: ``int32[B]``: positions starts..ends-1 were consumed, at least one.
-    write_from: ``int32[B]``: slots of positions before it are shared, and hold their draft KV.
+    write_from: ``int32[B]``: slots of positions before it are shared, and hold their draft KV; at
+    most ends where there is a next slot.
     next_slots: ``int32[B]``: where t_ends is in the token table and has a slot: that slot (the
     table names it at column ends); 0: no such token yet, or no slot could be had.
     hidden: ``[sum, hidden]`` h of the consumed positions, row by row; None where the proposer does
