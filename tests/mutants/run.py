@@ -34,6 +34,8 @@ SUITE = [
     "tests/conformance/test_regressions.py",
     "tests/scheduler/test_faulty_rows.py",
     "tests/scheduler/test_overlap.py",
+    "tests/scheduler/test_drafts.py",
+    "tests/conformance/test_c05_draft_tracks.py",
     "tests/scheduler/test_prefill_budget.py",
     "tests/cache/test_fates.py",
     "tests/cache/test_policy.py",

@@ -25,6 +25,8 @@ EVENTS = {
     "split": ("splits",),
     "preempt": ("preemptions",),
     "abort in flight": ("aborts in flight",),
+    "accept drafts": ("accepted tokens",),
+    "fold": ("folds",),
 }
 """What must happen in at least a tenth of the long run's schedules, or it proves little."""
 

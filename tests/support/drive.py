@@ -22,6 +22,19 @@ CHUNKS = [0, 128, 16]
 
 EOS = 1
 
+MODES = ("snapshot", "replay", "log")
+CHAIN: dict[str, object] = {"spec": "ngram", "spec_topk": 1, "spec_steps": 4}
+TREE: dict[str, object] = {"spec": "mtp", "spec_topk": 3, "spec_steps": 3, "spec_nodes": 10}
+DRAFTS = {
+    f"{name} {mode}": {**shape, "spec_state": mode}
+    for name, shape in (("chain", CHAIN), ("tree", TREE))
+    for mode in MODES
+}
+"""Chains of 4 drafts and trees of 10 nodes, with the state kept in each of the three ways."""
+
+DEFERRED = {name: drafts for name, drafts in DRAFTS.items() if "snapshot" not in name}
+"""Those where the working state lags behind, and is folded at the end."""
+
 
 def text(seed: int, count: int, *, vocab_size: int = VOCAB) -> list[int]:
     """``count`` token ids that no other seed shares (beyond chance); never end-of-sequence."""
@@ -88,6 +101,7 @@ class Driver(Harness):
         for record in self.records.values():
             expect(self, record)
         check_idle(self.cache)
+        self.check_contents()
 
 
 def expect(harness: Harness, record: Record) -> None:

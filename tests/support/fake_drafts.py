@@ -53,7 +53,9 @@ class Plan:
                 continue
             taken = {truth if self.parents[node] in self.right else -1}
             taken |= {tokens[n] for n in range(1, node) if self.parents[n] == self.parents[node]}
-            tokens.append(rng.choice([t for t in range(vocab_size) if t not in taken][:40]))
+            first = rng.randrange(vocab_size)
+            free = ((first + i) % vocab_size for i in range(vocab_size))
+            tokens.append(next(token for token in free if token not in taken))
         return tokens
 
 

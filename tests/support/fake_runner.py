@@ -335,6 +335,9 @@ class FakeRunner:
                 late = set(other.rows[other.max_nodes > 1].tolist())
                 assert not late & named, "a step names a row whose drafts are in flight"
         assert (batch.committed <= batch.starts).all()
+        for i in range(batch.num_rows):
+            end = batch.starts[i] + self._num_written(batch, i)
+            assert batch.num_slots[i] >= end, "a row writes columns that are not its own"
         assert ((batch.max_accepted > 1) == (batch.max_nodes > 1)).all()
         assert (batch.max_accepted >= 1).all()
         assert (batch.num_tokens[batch.max_nodes > 0] == 1).all()

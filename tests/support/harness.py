@@ -25,7 +25,8 @@ from hyradix.scheduler.progress import Progress
 from hyradix.scheduler.request_state import RequestState
 from hyradix.scheduler.scheduler import Scheduler
 from hyradix.spec_config import PROPOSERS
-from tests.support.fake_runner import FakeRunner, reference_output
+from tests.support.fake_runner import EMPTY, FakeRunner, kv_content, reference_output
+from tests.support.fake_states import consume
 from tests.support.slot_watch import SlotWatch
 
 VOCAB = 50_000
@@ -184,7 +185,7 @@ class Harness:
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Step until idle (or ``until``)."""
-        for _ in range(5_000):
+        for _ in range(20_000):  # a token a step, preempted every other step: it is many
             if not self.scheduler.has_work or (until is not None and until()):
                 return
             assert self.step(), "work is left but nothing was scheduled"
@@ -215,6 +216,21 @@ class Harness:
         for record in self.records.values():
             self.verify(record)
         check_idle(self.cache)
+        self.check_contents()
+
+    def check_contents(self) -> None:
+        """At rest: every slot of the tree holds exactly what its tokens make of it."""
+        roots = self.cache.tree.roots().values()
+        below = [(child, EMPTY) for root in roots for child in root.children.values()]
+        while below:
+            node, state = below.pop()
+            for token, slot in zip(np.frombuffer(node.key, "<i4"), node.kv_slots, strict=True):
+                state = consume(state, int(token))
+                assert self.runner.kv[slot] == kv_content(state), "KV of other tokens is published"
+            if node.state is not None:
+                exact = self.runner.states[node.state.slot] == state
+                assert exact, f"the state at {node.depth} is not that of its tokens"
+            below += [(child, state) for child in node.children.values()]
 
     def _note(self, news: Progress) -> None:
         record = self.records[news.state.request_id]

@@ -90,9 +90,8 @@ class RowSlots:
         end = start + len(order)
         assert holding.protected_len <= start
         assert end <= holding.num_slots
-        self.table.kv_slots[holding.row, start:end] = self.table.kv_slots[
-            holding.row, start + order
-        ]
+        row = self.table.kv_slots[holding.row]
+        row[start:end] = row[start + order]
 
     def own(self, holding: Holding) -> Int32Array:
         """The slots that are the row's alone (a copy)."""

@@ -27,6 +27,6 @@ class Drafting:
 
     def learn(self, state: RequestState, num_nodes: int, num_accepted: int) -> None:
         """A round is committed: ``num_nodes`` with the root, ``num_accepted`` drafts without it."""
-        state.num_draft_rounds += 1
+        state.num_draft_rounds += num_nodes > 1
         state.num_draft_tokens += num_nodes - 1
         state.num_accepted_tokens += num_accepted

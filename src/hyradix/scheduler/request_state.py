@@ -101,6 +101,7 @@ class RequestState:
     miss_reason: MissReason = MissReason.NONE
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     num_draft_rounds: int = 0
+    """Rounds in which drafts of it were verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
