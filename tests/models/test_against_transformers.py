@@ -1,4 +1,8 @@
-"""Logits against transformers: whole prefill, uneven chunks, decode, mixed batches."""
+"""Logits against transformers: whole prefill, uneven chunks, decode, mixed batches.
+
+Always against its forward over the whole sequence, without a cache: where Mamba2's time steps have
+limits, its own decode step leaves them out, and disagrees with its own forward.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def expected(model, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].float()
+        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 def difference(player: Player, row: int, model) -> float:
