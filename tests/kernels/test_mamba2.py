@@ -14,7 +14,10 @@ from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.mamba2.recurrence import chunked, naive
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.torch_ops import TorchOps
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, taps_of
 from hyradix.kernels.tree_recurrence.rules import Inputs
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
+from hyradix.state_bytes import MODES
 
 SHAPES = [(2, 6, 12, 20, 4, 1), (1, 1, 33, 7, 2, 1), (4, 8, 16, 64, 4, 4), (1, 5, 24, 80, 3, 5)]
 """Hk, Hv, dk, dv, K, groups of the norm."""
@@ -222,3 +225,54 @@ def test_a_faulty_sequence_harms_no_other(backend):
     assert o[:2].isfinite().all()
     assert o[2:4].isnan().any()
     assert o[4].isnan().any()
+
+
+def verify(mixer, nodes, parents, slot, mode):
+    """Outputs of one draft tree on the state in ``slot``, without a log; the draft buffers."""
+    size, kept, view = len(parents), mixer.width - 1, mixer.ops.view
+    flat = FlatTrees.of(np.array([0, size], np.int32), np.array(parents, np.int32))
+    none = np.zeros(1, np.int32)
+    trees = RaggedTrees(
+        flat, none, np.array([slot], np.int32), none + 1, none,
+        taps_of(flat, none, width=mixer.width, first_node=kept, first_row=kept),
+    )  # fmt: skip
+    values = (2, size, mixer.hv, mixer.dv)
+    spec = SpecLayer(
+        mode,
+        view(torch.full((2, kept + size, mixer.channels), float("nan"))),
+        kept,
+        states=view(torch.full((2, size, mixer.hv, mixer.dk, mixer.dv), float("nan"))),
+        k=view(torch.empty(2, size, mixer.hk, mixer.dk)),
+        v=view(torch.empty(values)),
+        u=view(torch.empty(values)),
+        g=view(torch.empty(2, size, mixer.hv, 1)),
+        beta=view(torch.empty(2, size, mixer.hv)),
+    )
+    out = torch.empty(size, mixer.hv * mixer.dv)
+    pools = view(mixer.conv), view(mixer.state)
+    mixer.ops.mix_trees(view(nodes), mixer.weights, trees, *pools, spec, view(out))
+    return out, spec
+
+
+@pytest.mark.parametrize("backend", [CompiledOps, TorchOps])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("parents", [[-1], [-1, 0, 1, 2, 3], [-1, 0, 0, 1, 1, 2, 5]])
+def test_nodes_of_a_draft_tree_are_plain_decode_on_their_paths(backend, mode, shape, parents):
+    """In torch bit by bit where states are kept; the compiled backend verifies in torch."""
+    mixer = Mixer(shape, backend())
+    mixer.clear(1)
+    mixer.run(mixer.inputs(7), [7], [1])
+    nodes, before = mixer.inputs(len(parents), seed=2), mixer.state.clone()
+    out, spec = verify(mixer, nodes, parents, 1, mode)
+    assert torch.equal(mixer.state[1], before[1])
+    is_exact = mode != "log" and backend is TorchOps
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        mixer.state[2], mixer.conv[2] = mixer.state[1], mixer.conv[1]
+        plain = [mixer.run(nodes[i : i + 1], [1], [2])[0] for i in path]
+        assert torch.allclose(out[node], plain[-1], atol=0.0 if is_exact else 1e-4, rtol=0.0)
+        if is_exact:
+            assert torch.equal(spec.states[1, node], mixer.state[2])

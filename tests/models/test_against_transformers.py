@@ -1,7 +1,8 @@
 """Logits against transformers: whole prefill, uneven chunks, decode, mixed batches.
 
-Always against its forward over the whole sequence, without a cache: where Mamba2's time steps have
-limits, its own decode step leaves them out, and disagrees with its own forward.
+Always against its forward over the whole sequence, without a cache. With one it disagrees with
+itself: Mamba2's decode step leaves the limits of time steps out, and bamba counts positions from 0
+in every call.
 """
 
 from __future__ import annotations

@@ -210,13 +210,16 @@ class CompiledOps:
     def mix_trees(
         self,
         projected: Array,
-        weights: tuple[Any, ...],
+        weights: tuple[Any, ...] | PackedMamba2,
         trees: RaggedTrees,
         conv_state: Array,
         state: Array,
         spec: SpecLayer,
         out: Array,
     ) -> None:
+        if isinstance(weights, PackedMamba2):
+            weights.mix_trees(projected, trees, conv_state, state, spec, out)
+            return
         compiled_trees.mix_trees(
             projected, weights, trees, conv_state, state, spec, out, self._parallel_from
         )

@@ -118,7 +118,7 @@ class Ops(Protocol):
     ) -> None:
         """The rows of ``out`` (of ``mix``) that are nodes; the state pool is only read.
 
-        See ``gated_delta_net.tree_reference.mix_trees``.
+        See ``gated_delta_net.tree_reference.mix_trees`` and Mamba2's.
         """
 
     def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:

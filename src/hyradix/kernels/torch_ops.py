@@ -17,6 +17,7 @@ from hyradix.kernels.gated_delta_net import tree_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2 import reference as mamba2_reference
+from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.memory import ReadOnly
 from hyradix.kernels.moe import reference as moe_reference
@@ -117,14 +118,17 @@ class TorchOps:
     def mix_trees(
         self,
         projected: torch.Tensor,
-        weights: MixerWeights,
+        weights: Mixer,
         trees: RaggedTrees,
         conv_state: torch.Tensor,
         state: torch.Tensor,
         spec: SpecLayer,
         out: torch.Tensor,
     ) -> None:
-        tree_reference.mix_trees(projected, weights, trees, conv_state, state, spec, out)
+        if isinstance(weights, Mamba2Weights):
+            mamba2_trees.mix_trees(projected, weights, trees, conv_state, state, spec, out)
+        else:
+            tree_reference.mix_trees(projected, weights, trees, conv_state, state, spec, out)
 
     def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:
         keeping.copy_nodes(arrays, moves)

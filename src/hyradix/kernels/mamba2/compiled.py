@@ -22,19 +22,8 @@ import numpy as np
 from numba import prange
 
 from hyradix.kernels.numba_support import compiled, silu32
-from hyradix.kernels.simd import (
-    LANES,
-    at,
-    vadd,
-    vfma,
-    vload,
-    vload_first,
-    vmul,
-    vset,
-    vstore,
-    vstore_first,
-    vsum,
-)
+from hyradix.kernels.simd import LANES, at, vadd, vfma, vload, vmul, vset, vstore, vsum
+from hyradix.kernels.simd_rows import copy, load, store
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -42,25 +31,6 @@ _LINEAR_FROM = np.float32(20.0)
 """Above this softplus(x) is x in float32 (torch's threshold)."""
 CHANNELS = 256
 """Channels that one thread convolves at a time."""
-
-
-@compiled(inline=True)
-def _load(array, index, count):
-    return vload(array, index) if count >= LANES else vload_first(array, index, count)
-
-
-@compiled(inline=True)
-def _store(array, index, value, count):
-    if count >= LANES:
-        vstore(array, index, value)
-    else:
-        vstore_first(array, index, value, count)
-
-
-@compiled(inline=True)
-def _copy(source, s, target, t, count):
-    for c in range(0, count, LANES):
-        _store(target, t + c, _load(source, s + c, count - c), count - c)
 
 
 @compiled()
@@ -74,9 +44,9 @@ def _move_window(projected, first, count, conv_state, base, target, c, size):
         t = count - kept + j  # the column of this token; negative: from the old window
         place = target + j * row + c
         if t < 0:
-            _copy(conv_state, base + (t + kept) * row + c, conv_state, place, size)
+            copy(conv_state, base + (t + kept) * row + c, conv_state, place, size)
         else:
-            _copy(projected, (first + t) * projected.shape[1] + c, conv_state, place, size)
+            copy(projected, (first + t) * projected.shape[1] + c, conv_state, place, size)
 
 
 @compiled()
@@ -91,16 +61,16 @@ def _convolve(
     for t in range(first, last):
         for lane in range(c, c + size, LANES):
             count = c + size - lane
-            total = _load(conv_bias, lane, count)
+            total = load(conv_bias, lane, count)
             for j in range(width):
-                tap = _load(conv_weight, j * row + lane, count)
+                tap = load(conv_weight, j * row + lane, count)
                 source = t - kept + j
                 if source >= first:
-                    total = vfma(_load(projected, source * stride + lane, count), tap, total)
+                    total = vfma(load(projected, source * stride + lane, count), tap, total)
                 else:
                     old = base + (source - first + kept) * row + lane
-                    total = vfma(_load(conv_state, old, count), tap, total)
-            _store(mixed, t * row + lane, total, count)
+                    total = vfma(load(conv_state, old, count), tap, total)
+            store(mixed, t * row + lane, total, count)
         values = mixed[t, c : c + size]
         for i in range(size):
             values[i] = silu32(values[i])
@@ -114,8 +84,8 @@ def _convolve(
 @compiled(inline=True)
 def _lanes(state, s, count, keep, k, u, q, total):
     """Sixteen columns of one row: S <- keep S + k u, stored; returns total + S q."""
-    value = vfma(k, u, vmul(keep, _load(state, s, count)))
-    _store(state, s, value, count)
+    value = vfma(k, u, vmul(keep, load(state, s, count)))
+    store(state, s, value, count)
     return vfma(value, q, total)
 
 
@@ -146,12 +116,12 @@ def _step(state, base, mixed, q, k, v, decay, dt, skip, dk, dv, out, place):
         c += 4 * LANES
     while c < dv:
         count = dv - c
-        x = _load(mixed, v + c, count)
+        x = load(mixed, v + c, count)
         u, total = vmul(rate, x), vset(_ZERO)
         for i in range(dk):
             b, r = vset(at(mixed, k + i)), vset(at(mixed, q + i))
             total = _lanes(state, base + i * dv + c, count, keep, b, u, r, total)
-        _store(out, place + c, vfma(through, x, total), count)
+        store(out, place + c, vfma(through, x, total), count)
         c += LANES
 
 
@@ -182,7 +152,7 @@ def _run_head(
               t * out.shape[1] + head * dv)  # fmt: skip
         while save < save_last and save_at[save] == t - first + 1:
             target = (np.int64(save_slots[save]) * num_v_heads + head) * size
-            _copy(state, base, state, target, size)
+            copy(state, base, state, target, size)
             save += 1
 
 
@@ -197,18 +167,18 @@ def _gate_norm(projected, t, z, norm, num_groups, eps, out):
         place = t * out.shape[1] + group * size
         even, odd = vset(_ZERO), vset(_ZERO)
         for c in range(0, size, 2 * LANES):
-            x = _load(out, place + c, size - c)
+            x = load(out, place + c, size - c)
             even = vfma(x, x, even)
             if c + LANES < size:
-                x = _load(out, place + c + LANES, size - c - LANES)
+                x = load(out, place + c + LANES, size - c - LANES)
                 odd = vfma(x, x, odd)
         total = vsum(vadd(even, odd))
         factor = vset(_ONE / np.sqrt(total / np.float32(size) + eps))
         for c in range(0, size, LANES):
             count = size - c
-            scaled = vmul(vmul(_load(out, place + c, count), factor),
-                          _load(norm, group * size + c, count))  # fmt: skip
-            _store(out, place + c, scaled, count)
+            scaled = vmul(vmul(load(out, place + c, count), factor),
+                          load(norm, group * size + c, count))  # fmt: skip
+            store(out, place + c, scaled, count)
 
 
 @compiled()

@@ -6,12 +6,19 @@ Read next: ``compiled.py``.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.mamba2 import compiled as kernels
 from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.mamba2.tree_reference import mix_trees
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
+from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 Array = npt.NDArray[np.float32]
 
@@ -20,6 +27,7 @@ class PackedMamba2:
     """Convolution weights as ``[K, C]``, then the small vectors."""
 
     def __init__(self, weights: Mamba2Weights) -> None:
+        self._weights = weights
         self._num_k_heads = weights.num_k_heads
         self._conv = tuple(x.contiguous().numpy() for x in (weights.conv.T, weights.conv_bias))
         vectors = (weights.decay_rate, weights.dt_bias)
@@ -51,3 +59,29 @@ class PackedMamba2:
             *self._rest, state, batch.save_offsets, batch.save_at, batch.save_slots, mixed, out,
         )  # fmt: skip
         return out
+
+    def mix_trees(
+        self,
+        projected: Array,
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        """``tree_reference.mix_trees``: trees have no compiled form here yet."""
+        arrays = {field.name: getattr(spec, field.name) for field in fields(spec)}
+        shared: dict[str, Any] = {
+            name: torch.from_numpy(array)
+            for name, array in arrays.items()
+            if isinstance(array, np.ndarray)
+        }
+        mix_trees(
+            torch.from_numpy(projected),
+            self._weights,
+            trees,
+            torch.from_numpy(conv_state),
+            torch.from_numpy(state),
+            replace(spec, **shared),
+            torch.from_numpy(out),
+        )
