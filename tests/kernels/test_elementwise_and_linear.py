@@ -39,12 +39,21 @@ def test_products(backends, rows, dtype, size, outputs):
             [
                 ops.tensor(ops.norm_linear(a, ops.pack_norm(norm, 1e-6), packed)),
                 ops.tensor(ops.linear_add(a, packed, r)),
-                ops.tensor(ops.swiglu_linear_add(b, packed, r)),
+                ops.tensor(ops.linear_add(ops.activate(b, "swiglu"), packed, r)),
             ]
         )
     tolerance = 1e-4 if dtype == torch.float32 else 0.02 * size**0.5
     for ours, twin in zip(*results, strict=True):
         assert torch.allclose(ours, twin, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_activations(backends, activation):
+    x = torch.randn(7, 90)
+    kept = x.clone()
+    ours, twin = (ops.tensor(ops.activate(ops.view(x), activation)) for ops in backends)
+    assert torch.allclose(ours, twin, atol=1e-6)
+    assert torch.equal(x, kept)
 
 
 @needs_tiles

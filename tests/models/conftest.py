@@ -6,8 +6,21 @@ import pytest
 
 from tests.support.checkpoints import build
 
+FAMILIES = [
+    "qwen3_5",
+    "qwen3_5_conv2",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen3_next_moe",
+    "granite",
+    "granite_dense",
+    "nemotron_h",
+    "nemotron_h_latent",
+    "bamba",
+]
 
-@pytest.fixture(scope="session", params=["qwen3_5", "qwen3_5_conv2", "qwen3_next"])
+
+@pytest.fixture(scope="session", params=FAMILIES)
 def reference(request, tmp_path_factory):
     """(transformers model, directory it was saved to)."""
     model = build(request.param)

@@ -1,4 +1,9 @@
-"""Logits against transformers: whole prefill, uneven chunks, decode, mixed batches."""
+"""Logits against transformers: whole prefill, uneven chunks, decode, mixed batches.
+
+Always against its forward over the whole sequence, without a cache. With one it disagrees with
+itself: Mamba2's decode step leaves the limits of time steps out, and bamba counts positions from 0
+in every call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def expected(model, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].float()
+        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 def difference(player: Player, row: int, model) -> float:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from hyradix.errors import ModelLoadError
 from hyradix.kernels.ops import load_ops
-from hyradix.models import checkpoint
+from hyradix.models import checkpoint, loader
 from hyradix.models.loader import build_model, init_random, load_config, load_model, model_facts
-from tests.support.checkpoints import COMMON
+from tests.support.checkpoints import COMMON, EXPERTS
 
 WEIGHTS = "model.safetensors"
 
@@ -108,11 +108,55 @@ def test_configs_that_are_refused(directory):
         (directory / "config.json").write_text(kept)
 
 
-def test_mixture_of_experts_is_refused_unless_no_layer_has_one(directory):
-    change_config(directory, model_type="qwen3_next", num_experts=8)
-    fails(directory, "mixture-of-experts")
-    change_config(directory, mlp_only_layers=[0, 1, 2, 3])
-    assert load_config(directory).family == "qwen3_next"
+@pytest.fixture
+def sparse(directory):
+    """Every other layer is a mixture of experts; stacked, as ``init_random`` makes them."""
+    change_config(directory, model_type="qwen3_next", decoder_sparse_step=2, **EXPERTS)
+    save_file(init_random(load_config(directory)), directory / WEIGHTS)
+    return directory
+
+
+def test_which_layers_are_mixtures_of_experts(sparse):
+    assert load_config(sparse).mlps == ("dense", "moe", "dense", "moe")
+    change_config(sparse, mlp_only_layers=[1])
+    assert load_config(sparse).mlps == ("dense", "dense", "dense", "moe")
+    change_config(sparse, num_experts=0)
+    assert load_config(sparse).moe is None
+    change_config(sparse, num_experts=8, num_experts_per_tok=9)
+    fails(sparse, "9 experts for each token, of 8")
+
+
+def test_experts_one_by_one_equal_stacked_ones(sparse, monkeypatch):
+    whole = read_tensors(sparse, monkeypatch)
+    pieces = {}
+    for name, tensor in load_file(sparse / WEIGHTS).items():
+        stem, _, part = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            pieces[name] = tensor
+            continue
+        for e, one in enumerate(tensor):
+            parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+            for piece, rows in zip(parts, one.chunk(len(parts)), strict=True):
+                pieces[f"{stem}.{e}.{piece}.weight"] = rows.contiguous()
+    save_file(pieces, sparse / WEIGHTS)
+    found = read_tensors(sparse, monkeypatch)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    gone = "model.layers.1.mlp.experts.5.up_proj.weight"
+    pieces.pop(gone)
+    save_file(pieces, sparse / WEIGHTS)
+    fails(sparse, f"1 missing: {gone}")
+
+
+def read_tensors(directory, monkeypatch):
+    """What the builder gets."""
+    got = {}
+    monkeypatch.setattr(
+        loader, "build_model", lambda config, tensors, *_, **__: got.update(tensors)
+    )
+    load_model(directory)
+    monkeypatch.undo()
+    return got
 
 
 def test_nested_form_equals_the_flat_one(directory, tmp_path_factory):

@@ -159,7 +159,7 @@ def draft_options(
 def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> Plan:
     """The plan. Raises ``ModelLoadError`` (unknown architecture) or ``ConfigError``."""
     _check(options)
-    model = find_family(raw, for_planning=True).parse_cache(raw)
+    model = find_family(raw).parse_cache(raw)
     dtype = pick_dtype(raw, dtype)
     shape = model.recurrent_shape(ELEMENT_BYTES[dtype])
     kv_bytes = model.kv_bytes_per_slot(ELEMENT_BYTES[dtype])

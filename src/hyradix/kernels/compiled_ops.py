@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 
 from hyradix.kernels import compiled_trees, numba_support
+from hyradix.kernels.activation import compiled as activation_kernels
+from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.attention import compiled as attention_kernels
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
@@ -24,8 +26,12 @@ from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.linear.packed import PackedLinear
+from hyradix.kernels.mamba2.packed import PackedMamba2
+from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.moe import grouped
+from hyradix.kernels.moe.grouped import Grouping, PackedExperts, PackedRouting
+from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.rms_norm import compiled as norm_kernels
-from hyradix.kernels.swiglu import compiled as swiglu_kernels
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Rule
@@ -35,7 +41,7 @@ _PARALLEL_FROM = 1 << 15
 """Elements of work below which waking another thread costs more than it saves."""
 Array = npt.NDArray[np.float32]
 _NOTHING: Array = np.zeros((0, 0), np.float32)
-"""In place of a residual: nothing is added."""
+"""In place of a residual or of gates: nothing is added, nothing is gated."""
 Norm = tuple[Array, np.float32]
 
 
@@ -116,6 +122,9 @@ class CompiledOps:
     def norm_linear(self, x: Array, norm: Norm, weight: RowMajorLinear) -> Array:
         return self.linear_add(self.norm(x, norm), weight, _NOTHING)
 
+    def linear(self, x: Array, weight: RowMajorLinear) -> Array:
+        return self.linear_add(x, weight, _NOTHING)
+
     def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
         if self._is_small(x, weight):
             out = np.empty((x.shape[0], weight.num_outputs), np.float32)
@@ -123,20 +132,45 @@ class CompiledOps:
             return out
         return weight.multiply(x, residual)
 
-    def swiglu_linear_add(self, gate_up: Array, weight: RowMajorLinear, residual: Array) -> Array:
-        x = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-        is_large = x.size > self._parallel_from
-        kernel = swiglu_kernels.swiglu_parallel if is_large else swiglu_kernels.swiglu_serial
-        kernel(gate_up, x)
-        return self.linear_add(x, weight, residual)
+    def activate(self, x: Array, activation: Activation) -> Array:
+        if activation == "relu2":
+            positive = np.maximum(x, np.float32(0.0))
+            return np.multiply(positive, positive, out=positive)
+        out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
+        is_large = out.size > self._parallel_from
+        kernel = (
+            activation_kernels.swiglu_parallel if is_large else activation_kernels.swiglu_serial
+        )
+        kernel(x, out)
+        return out
+
+    def pack_routing(self, routing: Routing) -> PackedRouting:
+        return PackedRouting(routing)
+
+    def route(self, logits: Array, routing: PackedRouting) -> Routes:
+        return grouped.route(logits, routing)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        return PackedExperts(weights)
+
+    def experts(
+        self, x: Array, routes: Routes, weights: PackedExperts, residual: Array | None
+    ) -> Array:
+        grouping = Grouping(routes.ids, weights.num_experts)
+        hidden = weights.up.multiply(x[grouping.order], grouping.offsets)
+        hidden = self.activate(hidden, weights.activation)
+        y = weights.down.multiply(hidden, grouping.offsets)
+        return grouped.combine(y, grouping, routes.weights, residual)
 
     def _is_small(self, x: Array, weight: RowMajorLinear) -> bool:
         """Whether the tiles multiply; while everything is being compiled, either may."""
         few = x.shape[0] <= linear_kernels.MAX_ROWS and self._parallel_from != math.inf
         return weight.has_tiles and few
 
-    def pack_mixer(self, weights: MixerWeights) -> tuple[Any, ...]:
+    def pack_mixer(self, weights: MixerWeights | Mamba2Weights) -> tuple[Any, ...] | PackedMamba2:
         """Convolution weights as [Hk, K, channels of a group], then the small vectors."""
+        if isinstance(weights, Mamba2Weights):
+            return PackedMamba2(weights)
         heads = weights.num_k_heads
         num_v_heads, dv = weights.dt_bias.numel(), weights.norm.numel()
         channels, width = weights.conv.shape
@@ -154,11 +188,14 @@ class CompiledOps:
     def mix(
         self,
         projected: Array,
-        weights: tuple[Any, ...],
+        weights: tuple[Any, ...] | PackedMamba2,
         batch: RaggedStates,
         conv_state: Array,
         state: Array,
     ) -> Array:
+        if isinstance(weights, PackedMamba2):
+            threshold = self._parallel_from
+            return weights.mix(projected, batch, conv_state, state, parallel_from=threshold)
         heads, conv, decay_rate, dt_bias, norm, eps = weights
         num_v_heads, dk, dv = state.shape[1:]
         out = np.empty((projected.shape[0], num_v_heads * dv), np.float32)
@@ -173,13 +210,16 @@ class CompiledOps:
     def mix_trees(
         self,
         projected: Array,
-        weights: tuple[Any, ...],
+        weights: tuple[Any, ...] | PackedMamba2,
         trees: RaggedTrees,
         conv_state: Array,
         state: Array,
         spec: SpecLayer,
         out: Array,
     ) -> None:
+        if isinstance(weights, PackedMamba2):
+            weights.mix_trees(projected, trees, conv_state, state, spec, out)
+            return
         compiled_trees.mix_trees(
             projected, weights, trees, conv_state, state, spec, out, self._parallel_from
         )
@@ -204,8 +244,9 @@ class CompiledOps:
 
     def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
         arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))
-        shape = (weights.num_heads, weights.head_dim)
-        return (shape, *arrays, np.float32(weights.eps), weights.angles.numpy())
+        form = (weights.num_heads, weights.head_dim, weights.has_gate)
+        eps = np.float32(weights.eps if weights.has_norm else -1.0)
+        return (form, *arrays, eps, weights.angles.numpy())
 
     def attention(
         self,
@@ -217,23 +258,24 @@ class CompiledOps:
     ) -> Array:
         if not (k_pool.flags.writeable and v_pool.flags.writeable):
             raise ValueError("this memory is read-only: attention would write to it")
-        (heads, dim), *rest = weights
+        (heads, dim, has_gate), *rest = weights
         q = np.empty((projected.shape[0], heads, dim), np.float32)
         out = np.empty((projected.shape[0], heads * dim), np.float32)
         attention_kernels.prepare(
             projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q
         )
+        gates = projected if has_gate else _NOTHING
         if len(batch.short_tokens):
-            self._attend_short(projected, q, batch, k_pool, v_pool, out)
+            self._attend_short(gates, q, batch, k_pool, v_pool, out)
         if batch.long_rows:
-            _attend_long(projected, q, batch, k_pool, v_pool, out)
+            _attend_long(gates, q, batch, k_pool, v_pool, out)
         return out
 
     def attend_frozen(
         self, projected: Array, weights: tuple[Any, ...], batch: RaggedQueries, k: Array, v: Array
     ) -> Array:
         check_short(batch)
-        (heads, dim), q_norm, _, eps, angles = weights
+        (heads, dim, _), q_norm, _, eps, angles = weights
         q = np.empty((projected.shape[0], heads, dim), np.float32)
         out = np.empty((projected.shape[0], heads * dim), np.float32)
         attention_kernels.prepare_queries(projected, batch.positions, q_norm, eps, angles, q)
@@ -255,10 +297,13 @@ class CompiledOps:
 def _attend_long(
     projected: Array, q: Array, batch: RaggedQueries, k_pool: Array, v_pool: Array, out: Array
 ) -> None:
-    """Rows with many queries: torch's blocked attention, then the gate."""
+    """Rows with many queries: torch's blocked attention, then the gate (if there is any)."""
     arrays = (projected, q, k_pool, v_pool, out)
     gates, queries, keys, values, target = map(torch.from_numpy, arrays)
     for i in batch.long_rows:
         piece, slots, start = batch.row(i)
         attended = attend_row(queries[piece], slots, start, keys, values).flatten(1)
-        torch.mul(attended, gates[piece, -out.shape[1] :].sigmoid(), out=target[piece])
+        if projected is _NOTHING:
+            target[piece] = attended
+        else:
+            torch.mul(attended, gates[piece, -out.shape[1] :].sigmoid(), out=target[piece])

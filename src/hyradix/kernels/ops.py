@@ -20,9 +20,12 @@ import numpy.typing as npt
 import torch
 
 from hyradix.errors import ConfigError
+from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Rule
@@ -74,16 +77,34 @@ class Ops(Protocol):
     def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
         """x ``[T, I]`` times weight, plus residual ``[T, O]``."""
 
-    def swiglu_linear_add(self, gate_up: Array, weight: Any, residual: Array) -> Array:
-        """silu(gates) * ups of ``[T, 2I]`` times weight, plus residual ``[T, O]``."""
+    def linear(self, x: Array, weight: Any) -> Array:
+        """x ``[T, I]`` times weight -> ``[T, O]``."""
 
-    def pack_mixer(self, weights: MixerWeights) -> Any:
-        """What ``mix`` takes."""
+    def activate(self, x: Array, activation: Activation) -> Array:
+        """See ``activation.reference.activate``."""
+
+    def pack_routing(self, routing: Routing) -> Any:
+        """What ``route`` takes."""
+
+    def route(self, logits: Array, routing: Any) -> Routes:
+        """See ``moe.reference.route``."""
+
+    def pack_experts(self, weights: ExpertWeights) -> Any:
+        """What ``experts`` takes."""
+
+    def experts(self, x: Array, routes: Routes, weights: Any, residual: Array | None) -> Array:
+        """See ``moe.reference.experts``."""
+
+    def pack_mixer(self, weights: MixerWeights | Mamba2Weights) -> Any:
+        """What ``mix`` takes; it says which family's mixer that is."""
 
     def mix(
         self, projected: Array, weights: Any, batch: RaggedStates, conv_state: Array, state: Array
     ) -> Array:
-        """See ``gated_delta_net.reference.mix``; rows of tokens in no sequence stay unwritten."""
+        """See ``gated_delta_net.reference.mix`` and ``mamba2.reference.mix``.
+
+        Rows of tokens in no sequence stay unwritten.
+        """
 
     def mix_trees(
         self,
@@ -97,7 +118,7 @@ class Ops(Protocol):
     ) -> None:
         """The rows of ``out`` (of ``mix``) that are nodes; the state pool is only read.
 
-        See ``gated_delta_net.tree_reference.mix_trees``.
+        See ``gated_delta_net.tree_reference.mix_trees`` and Mamba2's.
         """
 
     def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hyradix.kernels.activation.reference import Activation, activate
 from hyradix.kernels.attention import reference as attention_reference
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights
@@ -15,9 +16,13 @@ from hyradix.kernels.gated_delta_net import reference as mixer_reference
 from hyradix.kernels.gated_delta_net import tree_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.linear.packed import PackedLinear
+from hyradix.kernels.mamba2 import reference as mamba2_reference
+from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
+from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.memory import ReadOnly
+from hyradix.kernels.moe import reference as moe_reference
+from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.rms_norm.reference import rms_norm
-from hyradix.kernels.swiglu.reference import swiglu
 from hyradix.kernels.tree_recurrence import keeping
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
@@ -25,6 +30,7 @@ from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 Norm = tuple[torch.Tensor, float]
+Mixer = MixerWeights | Mamba2Weights
 
 
 class TorchOps:
@@ -70,35 +76,59 @@ class TorchOps:
     ) -> torch.Tensor:
         return weight.multiply(x, residual)
 
-    def swiglu_linear_add(
-        self, gate_up: torch.Tensor, weight: PackedLinear, residual: torch.Tensor
-    ) -> torch.Tensor:
-        return weight.multiply(swiglu(gate_up), residual)
+    def linear(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
+        return weight.multiply(x)
 
-    def pack_mixer(self, weights: MixerWeights) -> MixerWeights:
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return activate(x, activation)
+
+    def pack_routing(self, routing: Routing) -> Routing:
+        return routing
+
+    def route(self, logits: torch.Tensor, routing: Routing) -> Routes:
+        return moe_reference.route(logits, routing)
+
+    def pack_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        return weights
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return moe_reference.experts(x, routes, weights, residual)
+
+    def pack_mixer(self, weights: Mixer) -> Mixer:
         return weights
 
     def mix(
         self,
         projected: torch.Tensor,
-        weights: MixerWeights,
+        weights: Mixer,
         batch: RaggedStates,
         conv_state: torch.Tensor,
         state: torch.Tensor,
     ) -> torch.Tensor:
+        if isinstance(weights, Mamba2Weights):
+            return mamba2_reference.mix(projected, weights, batch, conv_state, state)
         return mixer_reference.mix(projected, weights, batch, conv_state, state)
 
     def mix_trees(
         self,
         projected: torch.Tensor,
-        weights: MixerWeights,
+        weights: Mixer,
         trees: RaggedTrees,
         conv_state: torch.Tensor,
         state: torch.Tensor,
         spec: SpecLayer,
         out: torch.Tensor,
     ) -> None:
-        tree_reference.mix_trees(projected, weights, trees, conv_state, state, spec, out)
+        if isinstance(weights, Mamba2Weights):
+            mamba2_trees.mix_trees(projected, weights, trees, conv_state, state, spec, out)
+        else:
+            tree_reference.mix_trees(projected, weights, trees, conv_state, state, spec, out)
 
     def copy_nodes(self, arrays: StateArrays, moves: Moves) -> None:
         keeping.copy_nodes(arrays, moves)

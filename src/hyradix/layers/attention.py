@@ -1,4 +1,4 @@
-"""Full attention with an output gate: over its own KV, or over another layer's.
+"""Full attention: over its own KV, or over another layer's.
 
 Owns: its weights. Read next: ``kernels/attention``.
 """
@@ -14,10 +14,11 @@ from hyradix.layers.context import ForwardContext
 from hyradix.layers.norm import RmsNorm
 
 
-class GatedAttention:
+class Attention:
     """``index`` counts attention layers only: it names this layer's part of the KV pool.
 
-    qkvg: ``[(2 H + 2 Hkv) D, hidden]``: q of all heads, k, v, gates. out: ``[hidden, H D]``.
+    qkvg: ``[(2 H + 2 Hkv) D, hidden]``: q of all heads, k, v, gates (where the weights say that
+    there are any). out: ``[hidden, H D]``. scale: of what is added to x.
     """
 
     def __init__(
@@ -27,15 +28,18 @@ class GatedAttention:
         qkvg: torch.Tensor,
         out: torch.Tensor,
         weights: AttentionWeights,
+        *,
+        scale: float = 1.0,
     ) -> None:
         self._ops = ops
         self._index = index
         self._qkvg = ops.pack_linear(qkvg)
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_attention(weights)
+        self._scale = scale
 
     def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
-        """``[T, hidden]`` -> x + attention(norm(x)), ``[T, hidden]``."""
+        """``[T, hidden]`` -> x + scale attention(norm(x)), ``[T, hidden]``."""
         memory = context.memory
         return self.attend(x, norm, context.queries, memory.k[self._index], memory.v[self._index])
 
@@ -43,6 +47,8 @@ class GatedAttention:
         """``forward`` over a given layer's pool, ``[slots, Hkv, D]``."""
         projected = self._ops.norm_linear(x, norm.packed, self._qkvg)
         mixed = self._ops.attention(projected, self._weights, queries, k, v)
+        if self._scale != 1.0:
+            mixed *= self._scale
         return self._ops.linear_add(mixed, self._out, x)
 
 

@@ -11,16 +11,28 @@ from hyradix.layers.norm import RmsNorm
 
 
 class Embedding:
-    """weight: ``[vocab, hidden]``; head: the same shape, or None where it is tied to ``weight``."""
+    """weight: ``[vocab, hidden]``; head: the same shape, or None where it is tied to ``weight``.
 
-    def __init__(self, ops: Ops, weight: torch.Tensor, head: torch.Tensor | None) -> None:
+    multiplier: of the vectors, not of the logits.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        weight: torch.Tensor,
+        head: torch.Tensor | None,
+        *,
+        multiplier: float = 1.0,
+    ) -> None:
         self._ops = ops
+        self._multiplier = multiplier
         self._weight = weight.contiguous()
         self._head = ops.pack_linear(self._weight if head is None else head)
 
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
         """``[T]`` -> ``[T, hidden]``."""
-        return self._ops.embed(self._weight, token_ids)
+        x = self._ops.embed(self._weight, token_ids)
+        return x if self._multiplier == 1.0 else x * self._multiplier
 
     def logits(self, hidden: Array, norm: RmsNorm) -> torch.Tensor:
         """``[M, hidden]``, not normalised yet -> float32 ``[M, vocab]``."""

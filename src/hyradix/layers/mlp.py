@@ -1,22 +1,47 @@
-"""The feed-forward layer. Owns: its weights. Read next: ``kernels/swiglu``."""
+"""The feed-forward layer. Owns: its weights. Read next: ``kernels/activation``, ``moe.py``."""
 
 from __future__ import annotations
 
 import torch
 
+from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.norm import RmsNorm
 
 
 class Mlp:
-    """gate_up: ``[2 I, hidden]``, gates first. down: ``[hidden, I]``."""
+    """up: ``[2 I, hidden]``, gates first, for swiglu; ``[I, hidden]`` for relu2.
 
-    def __init__(self, ops: Ops, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    down: ``[hidden, I]``. scale: of what is added to x.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        activation: Activation = "swiglu",
+        scale: float = 1.0,
+    ) -> None:
         self._ops = ops
-        self._gate_up = ops.pack_linear(gate_up)
+        self._up = ops.pack_linear(up)
         self._down = ops.pack_linear(down)
+        self._activation: Activation = activation
+        self._scale = scale
 
     def forward(self, x: Array, norm: RmsNorm) -> Array:
-        """``[T, hidden]`` -> x + MLP(norm(x)), ``[T, hidden]``."""
-        gate_up = self._ops.norm_linear(x, norm.packed, self._gate_up)
-        return self._ops.swiglu_linear_add(gate_up, self._down, x)
+        """``[T, hidden]`` -> x + scale MLP(norm(x)), ``[T, hidden]``."""
+        return self._finish(self._ops.norm_linear(x, norm.packed, self._up), None, x)
+
+    def add(self, normed: Array, weights: Array | None, x: Array) -> Array:
+        """x + scale weights MLP(normed), as a shared expert; weights: ``[T, 1]`` or None for 1."""
+        return self._finish(self._ops.linear(normed, self._up), weights, x)
+
+    def _finish(self, projected: Array, weights: Array | None, x: Array) -> Array:
+        hidden = self._ops.activate(projected, self._activation)
+        if weights is not None:
+            hidden *= weights
+        if self._scale != 1.0:
+            hidden *= self._scale
+        return self._ops.linear_add(hidden, self._down, x)

@@ -7,13 +7,18 @@ Read next: ``registry.py``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hyradix.errors import ModelLoadError
 from hyradix.state_bytes import RecurrentShape
 
-LayerKind = Literal["recurrent", "attention"]
+LayerKind = Literal["recurrent", "attention", "none"]
+"""What mixes the tokens of a layer; none: the layer is its MLP alone."""
+MlpKind = Literal["dense", "moe", "none"]
+Activation = Literal["swiglu", "relu2"]
+Recurrence = Literal["gdn", "mamba2"]
 RawConfig = dict[str, Any]
 
 
@@ -36,6 +41,8 @@ class CacheConfig:
     v_dim: int
     conv_width: int
     """K: taps of the short convolution; the window holds K - 1 columns."""
+    recurrence: Recurrence = "gdn"
+    """Of all recurrent layers. Mamba2: key heads are groups, k is B, v is x."""
 
     @property
     def num_attention_layers(self) -> int:
@@ -81,12 +88,80 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """The mixture of experts of the layers that have one: ``top_k`` of ``num_experts`` a token.
+
+    expert_size, shared_size: intermediate sizes; 0: there is no shared expert. latent_size: the
+    width that routed experts work on, None: the hidden size. has_bias: a correction of scores, for
+    the choice only. The others as in ``kernels.moe.reference.Routing``.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    is_normalised: bool = True
+    scale: float = 1.0
+    latent_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ``ModelLoadError`` for experts that cannot be chosen so."""
+        size, rest = divmod(self.num_experts, self.num_groups)
+        is_wrong = rest or size < 2 or not 1 <= self.top_groups <= self.num_groups
+        if self.num_groups > 1 and is_wrong:
+            raise ModelLoadError(
+                f"config.json: {self.num_experts} experts cannot be {self.num_groups} groups of "
+                f"two or more, of which {self.top_groups} are chosen"
+            )
+        most = self.num_experts if self.num_groups == 1 else size * self.top_groups
+        if not 1 <= self.top_k <= most:
+            raise ModelLoadError(
+                f"config.json: {self.top_k} experts for each token, of {most} that can be chosen"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    """What varies between Mamba2 layers. dt_limits: time steps are clamped to them.
+
+    num_norm_groups: equal parts of the gated output, each normalised by itself.
+    """
+
+    has_conv_bias: bool
+    dt_limits: tuple[float, float]
+    num_norm_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(CacheConfig):
-    """A hybrid decoder that can be loaded. Every layer has an MLP."""
+    """A hybrid decoder that can be loaded. ``mlps`` says which MLP stands in which layer.
+
+    activation: of dense MLPs and experts alike. attention: gated has an output gate and norms of q
+    and k, plain has neither; attention_scale: of scores, None: head_dim ** -0.5. rotary_dim: 0
+    where attention knows no positions. has_fused_gate_up: checkpoints store the gates and ups of
+    dense MLPs as one matrix. has_centred_norms: norm weights are stored less 1, the mixer's apart.
+    """
 
     vocab_size: int
     hidden_size: int
+    mlps: tuple[MlpKind, ...]
     intermediate_size: int
+    """Of dense MLPs; 0: there are none."""
+    activation: Activation = "swiglu"
+    has_fused_gate_up: bool = False
+    moe: MoeConfig | None = None
+    mamba2: Mamba2Config | None = None
+    attention: Literal["gated", "plain"] = "gated"
+    attention_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    has_centred_norms: bool = False
     eps: float
     is_tied: bool
     num_heads: int
@@ -95,6 +170,11 @@ class ModelConfig(CacheConfig):
     eos_token_ids: tuple[int, ...] = ()
     draft_intermediate_sizes: dict[str, int] = field(default_factory=dict)
     """Of the draft heads whose MLP is of another size than the target's."""
+
+    @property
+    def blocks(self) -> tuple[tuple[LayerKind, MlpKind], ...]:
+        """Mixer and MLP of each layer."""
+        return tuple(zip(self.layers, self.mlps, strict=True))
 
 
 def require(raw: RawConfig, key: str, kind: type) -> Any:
@@ -113,6 +193,46 @@ def positive(raw: RawConfig, key: str) -> int:
     if value < 1:
         raise ModelLoadError(f"config.json: {key} must be positive, got {value}")
     return value
+
+
+def number(raw: RawConfig, key: str, default: float) -> float:
+    """A number of config.json; null is the default too."""
+    value = raw.get(key)
+    result: float = require({key: default if value is None else value}, key, float)
+    return result
+
+
+def only(raw: RawConfig, key: str, *allowed: Any) -> None:
+    """Raises ``ModelLoadError`` where the key is there with another value than those."""
+    if key in raw and raw[key] not in allowed:
+        raise ModelLoadError(f"config.json: {key} {raw[key]!r} is not supported")
+
+
+def parse_layers(
+    kinds: list[str], count: int, known: dict[str, LayerKind]
+) -> tuple[LayerKind, ...]:
+    """``layer_types`` in our words. Raises ``ModelLoadError`` for others, or another count."""
+    unknown = sorted({str(kind) for kind in kinds} - set(known))
+    if unknown or len(kinds) != count:
+        raise ModelLoadError(
+            f"config.json: layer_types must name {count} layers out of "
+            f"{', '.join(sorted(known))}; got {len(kinds)}, unknown: {unknown}"
+        )
+    return tuple(known[kind] for kind in kinds)
+
+
+def time_step_limits(raw: RawConfig) -> tuple[float, float]:
+    """What Mamba2's time steps are clamped to; null: nothing.
+
+    JSON has no infinity: transformers writes ``{"__float__": "Infinity"}``.
+    """
+    limits = raw.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    low, high = (
+        float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits
+    )
+    return low, high
 
 
 def rope(raw: RawConfig, head_dim: int) -> tuple[float, int]:

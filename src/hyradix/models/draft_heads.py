@@ -19,7 +19,7 @@ import torch
 
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.ops import Array, Ops
-from hyradix.layers.attention import FrozenAttention, GatedAttention
+from hyradix.layers.attention import Attention, FrozenAttention
 from hyradix.layers.embedding import Embedding
 from hyradix.layers.mlp import Mlp
 from hyradix.layers.norm import RmsNorm
@@ -31,7 +31,7 @@ class HeadLayer:
     """x + attention(norm(x)), then + mlp(norm(.)); the memory is an argument."""
 
     input_norm: RmsNorm
-    attention: GatedAttention | FrozenAttention
+    attention: Attention | FrozenAttention
     mlp_norm: RmsNorm
     mlp: Mlp
 

@@ -16,9 +16,10 @@ from hyradix.config import ModelFacts
 from hyradix.errors import ModelLoadError
 from hyradix.kernels.ops import Ops, load_ops
 from hyradix.models import checkpoint
+from hyradix.models.builder import DecoderBuilder
 from hyradix.models.checkpoint import Progress, listed
 from hyradix.models.config import ModelConfig, RawConfig
-from hyradix.models.decoder import Decoder, DecoderBuilder, Tensors, expected_shapes
+from hyradix.models.decoder import Decoder
 from hyradix.models.head_names import (
     HEADS,
     HeadName,
@@ -27,7 +28,10 @@ from hyradix.models.head_names import (
     head_shapes,
     heads_in,
 )
+from hyradix.models.layer_builder import Tensors
+from hyradix.models.pieces import Shape, find_pieces
 from hyradix.models.registry import FAMILIES, Family, find_family
+from hyradix.models.shapes import Shapes, expected_shapes
 from hyradix.spec_config import ProposerName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -134,7 +138,7 @@ def build_model(
         return builder.build(tensors, head)
 
 
-Found = dict[str, tuple[Path, str, tuple[int, ...]]]
+Found = dict[str, tuple[Path, str, Shape]]
 """Flat name -> (file, name in it, shape)."""
 
 
@@ -155,34 +159,42 @@ def _find(directory: Path, family: Family, head: HeadName | None) -> Found:
 def _read(
     directory: Path, config: ModelConfig, family: Family, head: HeadName | None, report: Progress
 ) -> Tensors:
+    """The expected weights; those that the checkpoint has in pieces are put together."""
     found = _find(directory, family, head)
     if config.is_tied:
         found.pop("lm_head.weight", None)  # some writers store the tied copy too
     if head is not None:
         check_head(head, found)
-    shapes = _shapes(config, family, head)
-    _check(shapes, {n: shape for n, (_, _, shape) in found.items()}, directory)
+    expected = _shapes(config, family, head)
+    pieces = find_pieces(expected, found)
+    wholes = {piece.whole for piece in pieces.values()}
+    wanted = {name: shape for name, shape in expected.items() if name not in wholes}
+    wanted |= {name: piece.shape for name, piece in pieces.items()}
+    _check(wanted, {name: shape for name, (_, _, shape) in found.items()}, directory)
     flat_names = {name: flat for flat, (_, name, _) in found.items()}
     by_path: dict[Path, list[str]] = {}
     for path, name, _ in found.values():
         by_path.setdefault(path, []).append(name)
     tensors: Tensors = {}
     for done, (name, tensor) in enumerate(checkpoint.read_tensors(by_path), start=1):
-        tensors[flat_names[name]] = tensor
+        flat = flat_names[name]
+        if flat in pieces:
+            piece = pieces[flat]
+            if piece.whole not in tensors:
+                tensors[piece.whole] = tensor.new_empty(expected[piece.whole])
+            tensors[piece.whole][piece.expert, piece.first : piece.first + len(tensor)] = tensor
+        else:
+            tensors[flat] = tensor
         report("weights", done, len(found))
     return tensors
 
 
-def _shapes(
-    config: ModelConfig, family: Family, head: HeadName | None
-) -> dict[str, tuple[int, ...]]:
+def _shapes(config: ModelConfig, family: Family, head: HeadName | None) -> Shapes:
     own = head_shapes(config, head) if head is not None else {}
     return {**expected_shapes(config, family), **own}
 
 
-def _check(
-    expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], directory: Path
-) -> None:
+def _check(expected: dict[str, Shape], found: dict[str, Shape], directory: Path) -> None:
     """Compare names and shapes. Raises ``ModelLoadError`` with all differences."""
     faults = []
     missing = sorted(expected.keys() - found.keys())
@@ -209,10 +221,10 @@ def init_random(config: ModelConfig, seed: int = 0, *, head: HeadName | None = N
         tensor = torch.empty(shape)
         if name.endswith("A_log"):
             tensor.uniform_(0.01, 16.0, generator=generator).log_()
-        elif name.endswith(("dt_bias", "linear_attn.norm.weight")):
+        elif name.endswith(("dt_bias", "linear_attn.norm.weight", "mamba.norm.weight", "mamba.D")):
             tensor.fill_(1.0)
         elif name.endswith("norm.weight"):
-            tensor.zero_()
+            tensor.fill_(0.0 if config.has_centred_norms else 1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
         tensors[name] = tensor

@@ -1,4 +1,4 @@
-"""Family ``qwen3_5`` (text part): config parsing and what its checkpoints call each weight.
+"""Family ``qwen3_5`` (text part; dense or MoE): config parsing and its checkpoints' weight names.
 
 Owns: names and layouts. Does not know: files, layers' arithmetic.
 Two forms: flat (``qwen3_5_text``, weights ``model.layers...``) and nested (``qwen3_5``, config
@@ -9,6 +9,7 @@ Read next: ``decoder.py``.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,14 @@ from hyradix.errors import ModelLoadError
 from hyradix.models.config import (
     CacheConfig,
     LayerKind,
+    MlpKind,
     ModelConfig,
+    MoeConfig,
     RawConfig,
     draft_sizes,
     eos_ids,
+    only,
+    parse_layers,
     positive,
     require,
     rope,
@@ -28,10 +33,15 @@ from hyradix.models.config import (
 if TYPE_CHECKING:  # parsing must not load torch: the memory planner does it alone
     import torch
 
-MODEL_TYPES: tuple[str, ...] = ("qwen3_5_text", "qwen3_5")
-ARCHITECTURES: tuple[str, ...] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-PLANNED_TYPES: tuple[str, ...] = ("qwen3_5_moe_text", "qwen3_5_moe")
-PLANNED_ARCHITECTURES: tuple[str, ...] = (
+MODEL_TYPES: tuple[str, ...] = (
+    "qwen3_5_text",
+    "qwen3_5",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
+)
+ARCHITECTURES: tuple[str, ...] = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
@@ -51,16 +61,26 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     if text is not raw:
         shared = ("tie_word_embeddings", "draft_heads")
         text = {**{key: value for key, value in raw.items() if key in shared}, **text}
-    return parse_text(
-        text, "qwen3_5", ARCHITECTURES[text is not raw], eos_ids(generation, raw, text)
-    )
+    sparse = range(positive(text, "num_hidden_layers")) if _has_experts(text) else ()
+    end = eos_ids(generation, raw, text)
+    text = {**text, "norm_topk_prob": True}
+    return parse_text(text, "qwen3_5", _architecture(raw), end, sparse)
 
 
 def parse_cache(raw: RawConfig) -> CacheConfig:
     """What is kept of a sequence; a mixture of experts or a vision tower does not matter."""
     text = _text_part(raw)
-    names = raw.get("architectures") or [ARCHITECTURES[text is not raw]]
+    names = raw.get("architectures") or [_architecture(raw)]
     return cache_of(text, "qwen3_5", str(names[0]))
+
+
+def _architecture(raw: RawConfig) -> str:
+    text = _text_part(raw)
+    return ARCHITECTURES[2 * _has_experts(text) + (text is not raw)]
+
+
+def _has_experts(text: RawConfig) -> bool:
+    return bool(text.get("num_experts", 0)) or "_moe" in str(text.get("model_type"))
 
 
 def cache_of(text: RawConfig, family: str, architecture: str) -> CacheConfig:
@@ -87,20 +107,31 @@ def cache_of(text: RawConfig, family: str, architecture: str) -> CacheConfig:
 
 
 def parse_text(
-    text: RawConfig, family: str, architecture: str, eos_token_ids: tuple[int, ...]
+    text: RawConfig,
+    family: str,
+    architecture: str,
+    eos_token_ids: tuple[int, ...],
+    sparse_layers: Container[int],
 ) -> ModelConfig:
-    """The keys that ``qwen3_5`` and ``qwen3_next`` have in common."""
-    if text.get("attention_bias", False):
-        raise ModelLoadError("config.json: attention_bias is not supported")
-    if text.get("hidden_act", "silu") != "silu":
-        raise ModelLoadError(f"config.json: hidden_act {text['hidden_act']!r} is not supported")
+    """The keys that ``qwen3_5`` and ``qwen3_next`` have in common.
+
+    sparse_layers: those whose MLP is a mixture of experts.
+    """
+    only(text, "attention_bias", False)
+    only(text, "hidden_act", "silu")
     cache = cache_of(text, family, architecture)
     theta, rotary_dim = rope(text, cache.head_dim)
+    mlps: list[MlpKind] = [
+        "moe" if i in sparse_layers else "dense" for i in range(len(cache.layers))
+    ]
     return ModelConfig(
         **asdict(cache),
         vocab_size=positive(text, "vocab_size"),
         hidden_size=positive(text, "hidden_size"),
-        intermediate_size=positive(text, "intermediate_size"),
+        mlps=tuple(mlps),
+        intermediate_size=positive(text, "intermediate_size") if "dense" in mlps else 0,
+        moe=_experts(text) if "moe" in mlps else None,
+        has_centred_norms=True,
         eps=require({"rms_norm_eps": 1e-6, **text}, "rms_norm_eps", float),
         is_tied=bool(text.get("tie_word_embeddings", False)),
         num_heads=positive(text, "num_attention_heads"),
@@ -108,6 +139,17 @@ def parse_text(
         rope_theta=theta,
         eos_token_ids=eos_token_ids,
         draft_intermediate_sizes=draft_sizes(text),
+    )
+
+
+def _experts(text: RawConfig) -> MoeConfig:
+    return MoeConfig(
+        num_experts=positive(text, "num_experts"),
+        top_k=positive(text, "num_experts_per_tok"),
+        expert_size=positive(text, "moe_intermediate_size"),
+        shared_size=positive(text, "shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        is_normalised=bool(text.get("norm_topk_prob", True)),
     )
 
 
@@ -125,19 +167,14 @@ def _layers(text: RawConfig) -> tuple[LayerKind, ...]:
         kinds = [
             "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
         ]
-    unknown = sorted(set(kinds) - set(_KINDS))
-    if unknown or len(kinds) != count:
-        raise ModelLoadError(
-            f"config.json: layer_types must name {count} layers out of "
-            f"{', '.join(sorted(_KINDS))}; got {len(kinds)}, unknown: {unknown}"
-        )
-    return tuple(_KINDS[kind] for kind in kinds)
+    return parse_layers(kinds, count, _KINDS)
 
 
 def map_name(name: str) -> str | None:
     """A checkpoint's weight name in the flat form, or None for what is not needed."""
     if name.startswith(("model.visual.", "visual.")):
         return None
+    name = name.replace(".mlp.shared_expert.", ".mlp.", 1)
     prefix = "model.language_model."
     return "model." + name[len(prefix) :] if name.startswith(prefix) else name
 
@@ -154,5 +191,5 @@ def recurrent_shapes(config: ModelConfig) -> Shapes:
 
 
 def recurrent_input(config: ModelConfig, layer: Tensors) -> list[torch.Tensor]:
-    """Those in the order of their rows: q, k, v, z, b, a."""
-    return [layer[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
+    """Take them, in the order of their rows: q, k, v, z, b, a."""
+    return [layer.pop(f"linear_attn.in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from hyradix.errors import ModelLoadError
-from hyradix.models import qwen3_5, qwen3_next
+from hyradix.models import bamba, granitemoehybrid, nemotron_h, qwen3_5, qwen3_next
 from hyradix.models.config import CacheConfig, ModelConfig, RawConfig
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ class Family(Protocol):
 
     MODEL_TYPES: tuple[str, ...]
     ARCHITECTURES: tuple[str, ...]
-    PLANNED_TYPES: tuple[str, ...]
-    PLANNED_ARCHITECTURES: tuple[str, ...]
-    """What memory can be planned for, and the loader refuses."""
 
     def parse_cache(self, raw: RawConfig) -> CacheConfig:
         """config.json to what is kept of a sequence."""
@@ -36,25 +33,26 @@ class Family(Protocol):
     def recurrent_input(
         self, config: ModelConfig, layer: dict[str, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Those in the order of their rows in one matrix: q, k, v, z, b, a."""
+        """Take those out of ``layer``, in the order of our rows (see the mixers)."""
 
 
-FAMILIES: dict[str, Family] = {"qwen3_5": qwen3_5, "qwen3_next": qwen3_next}
+FAMILIES: dict[str, Family] = {
+    "qwen3_5": qwen3_5,
+    "qwen3_next": qwen3_next,
+    "granitemoehybrid": granitemoehybrid,
+    "nemotron_h": nemotron_h,
+    "bamba": bamba,
+}
 
 
-def find_family(raw: RawConfig, *, for_planning: bool = False) -> Family:
-    """The family of a parsed config.json. Raises ``ModelLoadError`` that names the known ones.
-
-    for_planning: also one of which only ``parse_cache`` can be used.
-    """
+def find_family(raw: RawConfig) -> Family:
+    """The family of a parsed config.json. Raises ``ModelLoadError`` that names the known ones."""
     model_type = raw.get("model_type")
     architectures = raw.get("architectures") or []
     known: list[str] = []
     for family in FAMILIES.values():
-        types, names = family.MODEL_TYPES, family.ARCHITECTURES
-        if for_planning:
-            types, names = types + family.PLANNED_TYPES, names + family.PLANNED_ARCHITECTURES
-        if model_type in types or any(name in names for name in architectures):
+        names = family.ARCHITECTURES
+        if model_type in family.MODEL_TYPES or any(name in names for name in architectures):
             return family
         known += names
     raise ModelLoadError(

@@ -23,12 +23,17 @@ _ONE = np.float32(1.0)
 
 @compiled()
 def _norm_rotate(source, s, target, t, dim, weight, eps, angles, angle, half):
-    """target = rotary(source / rms(source) * weight) for one head; all places are flat."""
+    """target = rotary(source / rms(source) * weight) for one head; all places are flat.
+
+    eps below 0: source is not normalised, only multiplied by the weight.
+    """
     total = vset(_ZERO)
     for c in range(0, dim, LANES):
         x = load(source, s + c, dim - c)
         total = vfma(x, x, total)
-    factor = _ONE / np.sqrt(vsum(total) / np.float32(dim) + eps)
+    factor = _ONE
+    if eps >= _ZERO:
+        factor = _ONE / np.sqrt(vsum(total) / np.float32(dim) + eps)
     for c in range(half):
         x = at(source, s + c) * factor * weight[c]
         y = at(source, s + half + c) * factor * weight[half + c]
@@ -161,9 +166,10 @@ def _decode_task(
         _scores(q, place, k_pool, slots, length, dim, scores)
         total = _softmax(scores, length, scale)
         _weigh(scores, v_pool, slots, length, dim, _ONE / total, out, place)
-        for c in range(dim):
-            gate = sigmoid32(at(projected, gates + h * dim + c))
-            put(out, place + c, at(out, place + c) * gate)
+        if projected.size:
+            for c in range(dim):
+                gate = sigmoid32(at(projected, gates + h * dim + c))
+                put(out, place + c, at(out, place + c) * gate)
 
 
 @compiled()
@@ -173,7 +179,7 @@ def decode_serial(
 ):  # fmt: skip
     """Single queries: what token ``tokens[i]`` of table row ``rows[i]`` sees: ``RaggedQueries``.
 
-    q: ``[T, H, D]``; out: ``[T, H D]``, gated by the last H D columns of ``projected``.
+    q: ``[T, H, D]``; out: ``[T, H D]``, gated by the last H D columns of ``projected``, if any.
     """
     for task in range(tokens.size * k_pool.shape[1]):
         _decode_task(task, q, tokens, rows, first, lengths, tail_offsets, tail_columns, kv_table,

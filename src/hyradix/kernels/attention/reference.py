@@ -1,4 +1,4 @@
-"""Gated attention over KV slots in torch: q/k norm, rotary, KV write, causal attention, gate.
+"""Attention over KV slots in torch: q/k norm, rotary, KV write, causal attention, gate.
 
 Owns: the arithmetic of a row's queries. Does not know: projections, who owns a slot.
 
@@ -28,7 +28,11 @@ FEW_SCORES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """q_norm, k_norm: ``float32[D]`` (1 already added). angles: ``float32[length, 2, R/2]``."""
+    """q_norm, k_norm: ``float32[D]`` (1 already added). angles: ``float32[length, 2, R/2]``.
+
+    R is 0 where positions are not known. has_norm False: q and k are multiplied by those weights
+    and not normalised. has_gate False: ``projected`` has no gates and nothing is gated.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -37,6 +41,8 @@ class AttentionWeights:
     q_norm: torch.Tensor
     k_norm: torch.Tensor
     angles: torch.Tensor
+    has_norm: bool = True
+    has_gate: bool = True
 
 
 def attention(
@@ -49,16 +55,17 @@ def attention(
     """Write the tokens' K and V, attend, gate.
 
     Args:
-        projected: ``[T, (2 H + 2 Hkv) D]``: q of all heads, k, v, gates of all heads.
+        projected: ``[T, (2 H + 2 Hkv) D]``: q of all heads, k, v, gates of all heads (if any).
         k_pool, v_pool: ``[slots, Hkv, D]``.
 
     Returns: ``[T, H D]``, before the output projection.
     """
     heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
-    q, k, v, gate = projected.split([n * dim for n in (heads, kv_heads, kv_heads, heads)], dim=1)
+    gates = [heads] if weights.has_gate else []
+    q, k, v, *gate = projected.split([n * dim for n in (heads, kv_heads, kv_heads, *gates)], dim=1)
     angles = weights.angles[torch.from_numpy(batch.positions).long()]
-    q = apply_rotary(rms_norm(q.unflatten(1, (-1, dim)), weights.q_norm, weights.eps), angles)
-    k = apply_rotary(rms_norm(k.unflatten(1, (-1, dim)), weights.k_norm, weights.eps), angles)
+    q = apply_rotary(_normed(q.unflatten(1, (-1, dim)), weights.q_norm, weights), angles)
+    k = apply_rotary(_normed(k.unflatten(1, (-1, dim)), weights.k_norm, weights), angles)
     written = torch.from_numpy(np.flatnonzero(batch.write_slots))
     slots = torch.from_numpy(batch.write_slots).long()[written]
     k_pool.index_copy_(0, slots, k[written].to(k_pool.dtype))
@@ -68,8 +75,12 @@ def attention(
         tokens, seen, start = batch.row(i)
         out[tokens] = attend_row(q[tokens], seen, start, k_pool, v_pool)
     _attend_each(q, batch, k_pool, v_pool, batch.tree_tokens, out)
-    gated: torch.Tensor = out.flatten(1) * gate.sigmoid()
-    return gated
+    mixed = out.flatten(1)
+    return mixed * gate[0].sigmoid() if gate else mixed
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, weights: AttentionWeights) -> torch.Tensor:
+    return rms_norm(x, weight, weights.eps) if weights.has_norm else x * weight
 
 
 def attend_frozen(

@@ -19,7 +19,7 @@ from hyradix.kernels.numba_support import compiled
 
 MAX_ROWS = 32
 """Above this many rows a BLAS is faster."""
-_BLOCK = 24
+BLOCK = 24
 """Weight rows that stay in the first-level cache while all rows of x pass over them."""
 
 
@@ -29,7 +29,7 @@ def is_supported() -> bool:
 
 
 @compiled()
-def _cover(weight, first, last, x, out):
+def cover(weight, first, last, x, out):
     """out[:, first:last] = x @ weight[first:last].T."""
     size, stride, count = weight.shape[1], out.shape[1], x.shape[0]
     m = 0
@@ -85,8 +85,8 @@ def multiply(weight, x, residual, out):
     The weight is float32, or bf16 seen as uint16.
     """
     total = weight.shape[0]
-    for block in prange((total + _BLOCK - 1) // _BLOCK):
-        first = np.int64(block) * _BLOCK
-        last = min(total, first + _BLOCK)
-        _cover(weight, first, last, x, out)
+    for block in prange((total + BLOCK - 1) // BLOCK):
+        first = np.int64(block) * BLOCK
+        last = min(total, first + BLOCK)
+        cover(weight, first, last, x, out)
         _add(residual, first, last, out)

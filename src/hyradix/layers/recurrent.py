@@ -1,33 +1,43 @@
-"""The recurrent layer. Owns: its weights. Read next: ``kernels/gated_delta_net``."""
+"""The recurrent layer of GDN and Mamba2. Owns: its weights.
+
+Read next: ``kernels/gated_delta_net``, ``kernels/mamba2``.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
+from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
 from hyradix.layers.norm import RmsNorm
 
 
-class GatedDeltaNet:
+class RecurrentMixer:
     """``index`` counts recurrent layers only: it names this layer's part of the state pool.
 
-    qkvzba: ``[2 Hk dk + 2 Hv dv + 2 Hv, hidden]`` in that order. out: ``[hidden, Hv dv]``.
+    inputs: rows q, k (Hk dk each), v, z (Hv dv each), then b, a (GDN) or dt (Mamba2), Hv each.
+    out: ``[hidden, Hv dv]``.
     """
 
     def __init__(
-        self, ops: Ops, index: int, qkvzba: torch.Tensor, out: torch.Tensor, weights: MixerWeights
+        self,
+        ops: Ops,
+        index: int,
+        inputs: torch.Tensor,
+        out: torch.Tensor,
+        weights: MixerWeights | Mamba2Weights,
     ) -> None:
         self._ops = ops
         self._index = index
-        self._qkvzba = ops.pack_linear(qkvzba)
+        self._inputs = ops.pack_linear(inputs)
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_mixer(weights)
 
     def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
         """``[T, hidden]`` -> x + mixer(norm(x)), ``[T, hidden]``."""
-        projected = self._ops.norm_linear(x, norm.packed, self._qkvzba)
+        projected = self._ops.norm_linear(x, norm.packed, self._inputs)
         memory = context.memory
         conv, recurrent = memory.conv[self._index], memory.recurrent[self._index]
         mixed = self._ops.mix(projected, self._weights, context.states, conv, recurrent)
