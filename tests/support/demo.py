@@ -44,4 +44,6 @@ class DemoEngines:
         runner = ModelRunner(model, config, sampler)
         info = _info(config, self.facts, self.directory, 0.0)
         steps = BackgroundRunner(runner.execute) if config.overlap else runner
-        return Engine(config, steps, self.tokenizer, info)
+        is_automatic = config.spec is not None and config.spec.is_automatic
+        costs = runner.measure_costs() if is_automatic else None
+        return Engine(config, steps, self.tokenizer, info, costs=costs)

@@ -59,9 +59,11 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     on_progress("kernels", 0, 1)
     runner.warm_up()
     on_progress("kernels", 1, 1)
+    is_automatic = config.spec is not None and config.spec.is_automatic
+    costs = runner.measure_costs() if is_automatic else None
     info = _info(config, facts, directory, time.monotonic() - started)
     steps = BackgroundRunner(runner.execute) if config.overlap else runner
-    engine = Engine(config, steps, tokenizer, info)
+    engine = Engine(config, steps, tokenizer, info, costs=costs)
     if prompts:
         run_warmup(engine, prompts, settings, directory, tokenizer, on_progress)
     return engine

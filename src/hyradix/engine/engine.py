@@ -27,6 +27,7 @@ from hyradix.request import FinishReason, PromptLogprobs, Request, Runner, Token
 from hyradix.scheduler.progress import Progress
 from hyradix.scheduler.request_state import RequestState
 from hyradix.scheduler.scheduler import Scheduler
+from hyradix.spec_config import RoundCosts
 from hyradix.text.output_stream import OutputStream
 from hyradix.text.tokenizer import Tokenizer
 
@@ -49,10 +50,16 @@ class Engine:
     """See the module's docstring."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer, info: EngineInfo
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        *,
+        costs: RoundCosts | None = None,
     ) -> None:
         self.info = info
-        self.scheduler = Scheduler(config, self)
+        self.scheduler = Scheduler(config, self, costs=costs)
         self._config = config
         self._runner = runner
         self._tokenizer = tokenizer

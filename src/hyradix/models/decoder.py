@@ -90,13 +90,13 @@ class Decoder:
             x = layer.forward(x, context)
         return x
 
-    def warm_up(self, context: ForwardContext) -> None:
-        """Run one layer of each kind and the head: all kernels that there are."""
+    def warm_up(self, context: ForwardContext) -> Array:
+        """Run one layer of each kind: all kernels that there are, but for the head's."""
         tokens = np.zeros(len(context.queries.positions), np.int32)
         x = self._embedding.embed(tokens)
         for kind in dict.fromkeys(self.config.blocks):
             self._layers[self.config.blocks.index(kind)].forward(x, context)
-        self.logits(x)
+        return x
 
     def normalize(self, hidden: Array) -> Array:
         """``[M, hidden]`` of ``forward`` -> h, what draft heads take: after the final norm."""

@@ -28,12 +28,9 @@ from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
 from hyradix.request import (
-    SINK,
     Int32Array,
     PromptLogprobs,
     ScheduledBatch,
-    StateOp,
-    StateOpKind,
     StepOutput,
 )
 from hyradix.runner.batch import PreparedBatch, TreeRows, prepare
@@ -41,6 +38,8 @@ from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs
 from hyradix.runner.request_table import RequestTable
 from hyradix.runner.speculation import make_speculation
+from hyradix.runner.warm_up import compile_kernels, measure_costs
+from hyradix.spec_config import RoundCosts
 from hyradix.spec_decode.acceptance import Accepted, Candidates, TokenSampler, follow
 
 HiddenHook = Callable[[ScheduledBatch, Array], None]
@@ -78,25 +77,12 @@ class ModelRunner:
         return self._done.popleft()
 
     def warm_up(self) -> None:
-        """Compile every kernel, on the sinks alone: no live slot, row or token is touched."""
-        one = np.zeros(1, np.int32)
-        batch = ScheduledBatch(
-            step=-1,
-            rows=one,
-            starts=one,
-            num_tokens=one + 1,
-            write_from=one + 1,  # nothing is written to the KV pool
-            state_slots=one,
-            samples=np.ones(1, np.bool_),
-            max_nodes=one,
-            max_accepted=one + 1,
-            committed=one,
-            num_slots=one,
-        )
-        with torch.inference_mode():
-            self.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
-            prepared = prepare(batch, self.table)
-            self._model.ops.warm_up(lambda: self._model.warm_up(self._context(prepared)))
+        """Compile every kernel; no live slot, row or token is touched."""
+        compile_kernels(self.speculation)
+
+    def measure_costs(self) -> RoundCosts:
+        """What parts of a round take here and now. Before the first request."""
+        return measure_costs(self.speculation)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepOutput:

@@ -68,6 +68,7 @@ class BatchBuilder:
     state_ops: list[StateOp] = field(default_factory=list)
     saves: list[StateSave] = field(default_factory=list)
     folds: list[StateFold] = field(default_factory=list)
+    draft_topk: int = 0
 
     def add_row(self, planned: PlannedRow, *, write_from: int, state_slot: int) -> None:
         """Schedule one request."""
@@ -105,6 +106,7 @@ class BatchBuilder:
             state_ops=tuple(self.state_ops),
             saves=tuple(self.saves),
             folds=tuple(self.folds),
+            draft_topk=self.draft_topk,
         )
 
 

@@ -104,6 +104,12 @@ class RequestState:
     """Rounds in which drafts of it were verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    draft_tries: float = 0.0
+    """Drafts of it that were judged; older rounds count less."""
+    draft_hits: float = 0.0
+    draft_wait: int = -1
+    """Steps without drafts until it is tried again; -1: not decided yet."""
+    draft_pause: int = 64
 
     @classmethod
     def create(cls, request: Request, *, max_context: int, arrival: int = 0) -> RequestState:

@@ -36,14 +36,13 @@ class RowPlanner:
         self._config = config
         self._cache = cache
         self._drafting = drafting
-        self._num_decoding = 0
         self._num_missing = 0
 
     # ---- decode ---------------------------------------------------------------------------------
 
     def begin_step(self, decodes: Sequence[RequestState]) -> None:
         """These requests would decode now: drafts must leave each the slot for its token."""
-        self._num_decoding = len(decodes)
+        self._drafting.begin_step(decodes)
         if self._config.spec is None:
             return
         self._num_missing = self._missing(decodes)
@@ -97,7 +96,7 @@ class RowPlanner:
         if spec is None:
             return NO_DRAFTS
         start = state.num_scheduled_tokens
-        nodes, accepted = self._drafting.limit(state, self._num_decoding)
+        nodes, accepted = self._drafting.limit(state)
         accepted = min(accepted, state.max_total_tokens - start - 1)
         if spec.shape.is_chain:
             nodes = min(nodes, accepted)

@@ -34,11 +34,12 @@ from hyradix.request import (
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
 from hyradix.scheduler.departures import Departures, Requests
 from hyradix.scheduler.door import refuse_impossible
-from hyradix.scheduler.drafting import Drafting
+from hyradix.scheduler.drafting import make_drafting
 from hyradix.scheduler.progress import InFlight, Progress, SchedulerCounters, TokenSink
 from hyradix.scheduler.request_state import RequestState, Status
 from hyradix.scheduler.rows import DECODE_SLOTS, RowPlanner
 from hyradix.scheduler.sharing import ask_for_shared, find_provider, is_still_waiting
+from hyradix.spec_config import RoundCosts
 
 MAX_ASKED = 64
 """Queued requests whose common prefix with one being admitted is looked at."""
@@ -51,7 +52,12 @@ class Scheduler:
     """See the module's docstring."""
 
     def __init__(
-        self, config: EngineConfig, sink: TokenSink, *, cache: PrefixCache | None = None
+        self,
+        config: EngineConfig,
+        sink: TokenSink,
+        *,
+        cache: PrefixCache | None = None,
+        costs: RoundCosts | None = None,
     ) -> None:
         self.config = config
         self.cache = cache if cache is not None else PrefixCache(config)
@@ -61,7 +67,7 @@ class Scheduler:
         self._eos = frozenset(config.eos_token_ids)
         self._requests = Requests()
         self._waiting, self._running = self._requests.waiting, self._requests.running
-        self._drafting = Drafting(config.spec)
+        self._drafting = make_drafting(config.spec, costs)
         self._rows = RowPlanner(config, self.cache, self._drafting)
         self._departures = Departures(config, self.cache, self._requests, self.counters)
         self.finish_reasons = self._departures.finish_reasons
@@ -149,6 +155,7 @@ class Scheduler:
         batch = BatchBuilder(self._step)
         decodes = [s for s in self._running if s.can_run and not s.is_prefill_next]
         self._rows.begin_step(decodes)
+        batch.draft_topk = self._drafting.topk
         for state in decodes:
             if state.can_run:
                 self._plan_decode(batch, state)
@@ -277,7 +284,15 @@ class Scheduler:
             self._departures.come_to_rest(state)
         for state in flight.folded:
             self._departures.commit_fold(state)
+        self._learn_time(flight, output)
         return news
+
+    def _learn_time(self, flight: InFlight, output: StepOutput) -> None:
+        """What a step of decodes alone took."""
+        if flight.planned and not any(planned.is_prefill for planned in flight.planned):
+            depth = max(planned.max_accepted for planned in flight.planned) - 1
+            num_nodes = int(output.num_nodes.sum())
+            self._drafting.learn_time(len(flight.planned), num_nodes, depth, output.seconds)
 
     def _arrive(self, planned: PlannedRow, output: StepOutput, at: int | None) -> None:
         """How far the row has come: a decode consumes as many positions as it brings tokens."""
@@ -301,7 +316,8 @@ class Scheduler:
             self.counters.draft_rounds += 1
             self.counters.draft_tokens += num_nodes - 1
             self.counters.accepted_tokens += len(path) - 1
-        self._drafting.learn(planned.state, num_nodes, len(path) - 1)
+        depth = min(num_nodes, planned.max_accepted) - 1
+        self._drafting.learn(planned.state, num_nodes, len(path) - 1, depth)
 
     def _commit_row(
         self,
