@@ -27,6 +27,7 @@ from tests.mutants.faults import Fault, load  # noqa: E402  (run as a script: th
 
 SUITE = [
     "tests/scheduler/test_schedules.py::test_seeded_schedules[0]",
+    "tests/scheduler/test_drafts.py",
     "tests/scheduler/test_schedules.py::test_seeded_schedules[40]",
     "tests/conformance/test_c08_preemption.py",
     "tests/conformance/test_c16_small_pools.py",
@@ -34,8 +35,6 @@ SUITE = [
     "tests/conformance/test_regressions.py",
     "tests/scheduler/test_faulty_rows.py",
     "tests/scheduler/test_overlap.py",
-    "tests/scheduler/test_drafts.py",
-    "tests/conformance/test_c05_draft_tracks.py",
     "tests/scheduler/test_prefill_budget.py",
     "tests/cache/test_fates.py",
     "tests/cache/test_policy.py",

@@ -117,6 +117,46 @@ def test_slots_of_nodes_are_given_up_before_anybody_is_preempted() -> None:
     assert one.reason is FinishReason.LENGTH
 
 
+class FirstOnly(Drafting):
+    """Drafts for the oldest request alone."""
+
+    def limit(self, state: RequestState, num_decoding: int) -> tuple[int, int]:
+        return super().limit(state, num_decoding) if state.arrival == 1 else (1, 1)
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+@pytest.mark.parametrize("kv_slots", range(60, 68))
+def test_drafts_hold_nobody_up_while_there_are_slots_for_tokens(
+    kv_slots: int, num_right: int
+) -> None:
+    h = Driver(
+        make_config(
+            **DRAFTS["chain snapshot"],
+            kv_slots=kv_slots,
+            max_context=60,
+            max_requests=2,
+            prefix_cache=False,
+        )
+    )
+    h.scheduler._rows._drafting = FirstOnly(h.config.spec)
+    h.runner.drafts = GivenDrafts(itertools.repeat(chain(4, num_right)))
+    states = [h.add(text(i, 10), 50).state for i in range(2)]
+    steps = 0
+    h.step()
+    while all(s.num_computed_tokens for s in states):
+        if sum(s.num_computed_tokens + 1 for s in states) > kv_slots:
+            break
+        batch = h.begin()
+        assert batch is not None
+        assert batch.num_rows == 2
+        assert h.scheduler.counters.preemptions == 0
+        h.end()
+        steps += 1
+    assert steps > 10
+    assert h.scheduler.counters.draft_rounds > 0
+    h.close()
+
+
 @both
 @pytest.mark.parametrize("kv_slots", [26, 30, 400])
 def test_mtp_has_the_slot_of_the_token_that_is_being_sampled(kv_slots: int, overlap: bool) -> None:
