@@ -141,8 +141,8 @@ def buffers(mode: SpecStateMode, model: RecurrentShape, spec: SpecShape) -> tupl
 
     ``snapshot``: ``states`` of all nodes and layers. ``replay``: ``states`` of one layer (no L_r),
     inputs k, v, g, beta, compacted to the accepted ones in place. ``log``: rows k, u, g, the log's
-    before the nodes'. All: raw columns ``conv`` ``[L_r, N+1, columns, C]`` and, with mtp,
-    ``hidden`` (no L_r).
+    before the nodes'. All: raw columns ``conv`` ``[L_r, N+1, columns, C]``. With mtp, where rows
+    are held: ``hidden`` (no L_r).
     """
     nodes, rows = spec.num_nodes, spec.num_nodes
     state_shape = (model.num_v_heads, model.k_dim, model.v_dim)
@@ -162,7 +162,7 @@ def buffers(mode: SpecStateMode, model: RecurrentShape, spec: SpecShape) -> tupl
         buffer = _buffer(name, spec, rows, held, row_shape, element_bytes)
         found.append(_in_all_layers(buffer, model))
     found.append(_conv(mode, model, spec, rows, held))
-    if model.hidden_size:
+    if model.hidden_size and mode != "snapshot":
         hidden = _buffer("hidden", spec, rows, held, (model.hidden_size,), model.hidden_bytes)
         found.append(hidden)
     return tuple(found)

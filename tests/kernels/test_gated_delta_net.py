@@ -59,14 +59,14 @@ def test_step_by_slot_equals_naive():
 class Mixer:
     """Random weights of one shape, run by either backend on pools of their own."""
 
-    def __init__(self, shape, ops, num_slots=12):
+    def __init__(self, shape, ops, num_slots=12, *, decay=4.0):
         self.hk, self.hv, self.dk, self.dv, self.width = shape
         torch.manual_seed(0)
         self.channels = 2 * self.hk * self.dk + self.hv * self.dv
         weights = MixerWeights(
             num_k_heads=self.hk,
             conv=torch.randn(self.channels, self.width),
-            decay_rate=-torch.rand(self.hv) * 4,
+            decay_rate=-torch.rand(self.hv) * decay,
             dt_bias=torch.randn(self.hv),
             norm=torch.randn(self.dv),
             eps=1e-6,

@@ -143,11 +143,10 @@ def test_the_pools_are_only_read_and_other_buffer_rows_keep_their_content(ops, s
 
 
 @shapes
-@modes
-@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "sliding"), [("snapshot", True), *((mode, False) for mode in MODES)]
+)
 def test_compiled_equals_torch(shape, mode, sliding):
-    if sliding and mode != "snapshot":
-        pytest.skip("only snapshots slide")
     results = []
     for ops in BACKENDS:
         mixer = started(shape, ops)

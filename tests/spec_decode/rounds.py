@@ -27,10 +27,10 @@ class Rounds:
 
     def __init__(
         self, mode, ops, *, num_requests=3, num_nodes=8, num_log_rows=9, max_accepted=4,
-        is_chain=False, shape=SHAPE,
+        is_chain=False, shape=SHAPE, decay=4.0,
     ):  # fmt: skip
-        self.mode, self.ops, self.shape = mode, ops, shape
-        self.mixer = Mixer(shape, ops, num_slots=1)
+        self.mode, self.ops, self.shape, self.decay = mode, ops, shape, decay
+        self.mixer = Mixer(shape, ops, num_slots=1, decay=decay)
         hk, hv, dk, dv, width = shape
         channels = self.mixer.channels
         self.recurrent = torch.full((LAYERS, SLOTS, hv, dk, dv), NAN)
@@ -48,6 +48,7 @@ class Rounds:
             mode, ops, GDN, self.recurrent_shape, self.spec, self.recurrent, self.conv, self.hidden
         )
         self.history = {}
+        self._decoded = {}
         self.generator = torch.Generator().manual_seed(1)
 
     @property
@@ -71,17 +72,20 @@ class Rounds:
 
     def plain(self, row, depth, *, with_output=False):
         """(states, windows, hidden) after ``depth`` tokens of plain decode, one a step."""
-        mixer = Mixer(self.shape, self.ops, num_slots=2)
-        states, windows, outputs = [], [], []
-        for layer in range(LAYERS):
-            mixer.clear(1)
-            for x, _ in self.history[row][:depth]:
-                o = mixer.run(x[layer].unsqueeze(0), [1], [1])
-            states.append(mixer.state[1].clone())
-            windows.append(mixer.conv[1].clone())
-            outputs.append(o[0])
-        found = torch.stack(states), torch.stack(windows), self.history[row][depth - 1][1]
-        return (*found, torch.stack(outputs)) if with_output else found
+        tokens, done = self.history[row], self._decoded.setdefault(row, [])
+        while done and (len(done) > len(tokens) or done[-1][0] is not tokens[len(done) - 1]):
+            done.pop()
+        mixer = Mixer(self.shape, self.ops, num_slots=LAYERS, decay=self.decay)
+        mixer.state.zero_()
+        mixer.conv.zero_()
+        if done:
+            mixer.state.copy_(done[-1][1])
+            mixer.conv.copy_(done[-1][2])
+        for token in tokens[len(done) : depth]:
+            o = mixer.run(token[0], [1] * LAYERS, range(LAYERS))
+            done.append((token, mixer.state.clone(), mixer.conv.clone(), o))
+        token, state, window, o = done[depth - 1]
+        return (state, window, token[1], o) if with_output else (state, window, token[1])
 
     def verify(self, trees, *, committed=None):
         """Begin, arrange and run trees by row; returns what ``keep`` needs and the outputs."""

@@ -16,7 +16,7 @@ from hyradix.kernels.tree_recurrence.rules import KDA, RULES
 from tests.kernels.tree_recurrence.cases import NAN, TOPOLOGIES, error, make_case, parts, tree_of
 
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-DIMS = [(8, 5), (33, 20), (16, 48)]
+DIMS = [(8, 5), (33, 20), (16, 48), (7, 150)]
 BACKENDS = [CompiledOps(), TorchOps()]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numba import prange
 
 from hyradix.kernels.numba_support import compiled, sigmoid32, silu32
-from hyradix.kernels.simd import LANES, at, vfma, vmul, vset
+from hyradix.kernels.simd import LANES, at, put, vfma, vmul, vset
 from hyradix.kernels.simd_rows import copy, dot, load, scale, store
 from hyradix.kernels.tree_recurrence.step import head_decay, step_head
 
@@ -87,8 +87,8 @@ def _convolve(projected, token, window, newest, width, channels, weight, w, mixe
 @compiled()
 def silu_row(values, start, size):
     """values[start : start + size] = silu of them."""
-    for c in range(start, start + size):
-        values[c] = silu32(values[c])
+    for c in range(size):  # flat places: an index that might be negative does not vectorise
+        put(values, start + c, silu32(at(values, start + c)))
 
 
 @compiled()

@@ -130,7 +130,7 @@ def _folded_keys(k, g, first, count, k_head, head, num_heads, dk, keep, keys):
     for channel in range(width):
         total = 0.0
         for j in range(count - 1, -1, -1):  # G_p - G_j is the sum of what comes after row j
-            ratio = np.float32(math.exp(total))
+            ratio = np.float32(0.0 if total < -80.0 else math.exp(total))  # no denormal numbers
             place = ((first + j) * num_k_heads + k_head) * dk
             if width == 1:
                 for d in range(dk):

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hyradix.kernels.numba_support import compiled, exp32
-from hyradix.kernels.simd import LANES, at, vfma, vmul, vset
-from hyradix.kernels.simd_rows import copy, dot, load, store
+from hyradix.kernels.numba_support import compiled
+from hyradix.kernels.simd import LANES, at, put, vfma, vmul, vset, vsum
+from hyradix.kernels.simd_rows import copy, load, store
+from hyradix.kernels.tree_recurrence.step import fading
 
 _ZERO = np.float32(0.0)
 
@@ -90,10 +91,34 @@ def _path_sums(log_g, row, num_rows, head, g, r, ratio, parents, first, count, w
 @compiled()
 def _ratios(sums, own, order, length, ratios):
     """ratios[j] = e^(G_own - G_order[j]) for heads with one decay."""
+    grown = at(sums, own)
     for j in range(length):
-        ratios[j] = np.float32(sums[own] - sums[order[j]])
+        put(ratios, j, np.float32(grown - at(sums, at(order, j))))
     for j in range(length):
-        ratios[j] = exp32(ratios[j])
+        ratios[j] = fading(ratios[j])
+
+
+@compiled()
+def _products(mixed, x, keys, rows, length, stride, place, dk, kk, qk):
+    """kk[j] = k . k_j, qk[j] = q . k_j of a node at ``x``; two keys at a time hide latency.
+
+    k_j is at keys.flat[rows[j] stride + place].
+    """
+    for j in range(0, length, 2):
+        p0 = at(rows, j) * stride + place
+        p1 = at(rows, min(j + 1, length - 1)) * stride + place
+        k0, k1, q0, q1 = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+        for c in range(0, dk, LANES):
+            left = dk - c
+            first, second = load(keys, p0 + c, left), load(keys, p1 + c, left)
+            k, q = load(mixed, x + dk + c, left), load(mixed, x + c, left)
+            k0, q0 = vfma(k, first, k0), vfma(q, first, q0)
+            k1, q1 = vfma(k, second, k1), vfma(q, second, q1)
+        put(kk, j, vsum(k0))
+        put(qk, j, vsum(q0))
+        if j + 1 < length:
+            put(kk, j + 1, vsum(k1))
+            put(qk, j + 1, vsum(q1))
 
 
 @compiled()
@@ -103,7 +128,7 @@ def _channel_products(mixed, x, log_k, place, sums, own, other, dk, decays):
         decays[d] = np.float32(sums[own * dk + d] - sums[other * dk + d])
     kk, qk = _ZERO, _ZERO
     for d in range(dk):
-        decayed = at(log_k, place + d) * exp32(decays[d])
+        decayed = at(log_k, place + d) * fading(decays[d])
         qk += at(mixed, x + d) * decayed
         kk += at(mixed, x + dk + d) * decayed
     return kk, qk
@@ -113,7 +138,10 @@ def _channel_products(mixed, x, log_k, place, sums, own, other, dk, decays):
 def _solve_node(
     reads, node, mixed, v, beta, by_k, by_q, places, length, log_u, own, dv, has_delta, o, place
 ):  # fmt: skip
-    """u of a node to log_u[own:], o[place:]; ``length`` ancestors, of which the last is itself."""
+    """u of a node to log_u[own:], and o[place:]; ``length`` ancestors, the last one itself.
+
+    by_k, by_q: how much of each ancestor's u its k and q see (by_k with a minus).
+    """
     rate = vset(beta)
     for c in range(0, dv, LANES):
         left = dv - c
@@ -121,13 +149,12 @@ def _solve_node(
         if has_delta:
             right = vfma(vset(np.float32(-1.0)), load(reads, 2 * node * dv + c, left), right)
         for j in range(length - 1):
-            u = load(log_u, places[j] + c, left)
-            if has_delta:
-                right = vfma(vset(-by_k[j]), u, right)
-            total = vfma(vset(by_q[j]), u, total)
+            u = load(log_u, at(places, j) + c, left)
+            right = vfma(vset(at(by_k, j)), u, right)
+            total = vfma(vset(at(by_q, j)), u, total)
         u = vmul(rate, right)
         store(log_u, own + c, u, left)
-        store(o, place + c, vfma(vset(by_q[length - 1]), u, total), left)
+        store(o, place + c, vfma(vset(at(by_q, length - 1)), u, total), left)
 
 
 @compiled()
@@ -156,12 +183,12 @@ def solve(
         part = sums[r * total * width : (r + 1) * total * width]
         _path_sums(log_g, row, num_rows, head, g, r, ratio, parents, first, count, width, part)
         for i in range(count * width):
-            grown[i] = exp32(np.float32(part[num_rows * width + i]))
+            grown[i] = fading(np.float32(part[num_rows * width + i]))
         _read_base(state, (slot * num_heads + head) * dk * dv, mixed, stride, count, dk, dv, grown,
                    width, reads[r * 2 * count * dv :])  # fmt: skip
     kk, qk = np.empty(total, np.float32), np.empty(total, np.float32)
     by_k, by_q = np.empty(total, np.float32), np.empty(total, np.float32)
-    ratios, decays = np.empty(total, np.float32), np.empty(dk, np.float32)
+    ratios, decays = np.ones(total, np.float32), np.empty(dk, np.float32)
     order, rows, places = (np.empty(total, np.int64), np.empty(total, np.int64),
                            np.empty(total, np.int64))  # fmt: skip
     for j in range(num_rows):
@@ -175,24 +202,23 @@ def solve(
             rows[num_rows + j - begin] = row * capacity + log_size + ancestor
         x = node * stride
         if width == 1:
-            for j in range(length):
-                place = (rows[j] * num_k_heads + group) * dk
-                kk[j] = dot(mixed, x + dk, log_k, place, dk)
-                qk[j] = dot(mixed, x, log_k, place, dk)
+            _products(mixed, x, log_k, rows, length, num_k_heads * dk, group * dk, dk, kk, qk)
         for r in range(ratio):
             head = group * ratio + r
             part = sums[r * total * width : (r + 1) * total * width]
             if width == 1:
                 _ratios(part, num_rows + node, order, length, ratios)
             for j in range(length):
-                places[j] = (rows[j] * num_heads + head) * dv
-                if width == 1:
-                    by_k[j], by_q[j] = kk[j] * ratios[j], qk[j] * ratios[j]
-                else:
-                    by_k[j], by_q[j] = _channel_products(
+                put(places, j, (at(rows, j) * num_heads + head) * dv)
+                if width > 1:
+                    kk[j], qk[j] = _channel_products(
                         mixed, x, log_k, (rows[j] * num_k_heads + group) * dk, part,
                         num_rows + node, order[j], dk, decays,
                     )  # fmt: skip
+            sees = np.float32(-1.0 if has_delta else 0.0)
+            for j in range(length):
+                put(by_k, j, sees * at(kk, j) * at(ratios, j))
+                put(by_q, j, at(qk, j) * at(ratios, j))
             lane = node * ratio + r
             _solve_node(reads[r * 2 * count * dv :], node, mixed, x + 2 * dk + r * dv,
                         at(beta, lane), by_k, by_q, places, length, log_u, places[length - 1], dv,
