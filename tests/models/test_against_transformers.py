@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hyradix.models.loader import load_model
+from hyradix.request import StateSave
 from tests.support.player import Player
 
 TOLERANCE = 1e-4
@@ -58,3 +59,20 @@ def test_uneven_chunks_in_mixed_batches(reference, backend):
         player.step({a: 1, c: 1, b: 1} if player.rows[c].done < 140 else {b: 1, a: 1})
     for row in (a, b, c):
         assert difference(player, row, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_going_on_from_a_state_saved_inside_a_prefill(reference, backend):
+    model, directory = reference
+    player = Player(load_model(directory, backend=backend), scatter=True)
+    player.runner.poison_states(list(range(16)))
+    player.runner.poison_kv(list(range(1024)))
+    tokens, slot = prompt(90, 5), player.new_state()
+    first = player.add(tokens)
+    player.step({first: 90}, saves=(StateSave(first, slot, 41),))
+    second = player.add(tokens[:60] + prompt(30, 6), source=slot, done=41)
+    player.share_kv(second, first, 41)
+    player.step({second: 49})
+    ours = player.logits_of(second)
+    theirs = expected(model, player.rows[second].tokens[:90])[41:]
+    assert float((ours - theirs).abs().max()) < TOLERANCE

@@ -20,7 +20,7 @@ import torch
 from hyradix.config import EngineConfig
 from hyradix.kernels.ops import Array
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
-from hyradix.kernels.tree_recurrence.rules import GDN
+from hyradix.kernels.tree_recurrence.rules import RULES
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, ScheduledBatch, StateFold
@@ -230,8 +230,9 @@ def make_speculation(
         hidden = None if states.hidden is None else states.hidden[0]
         if hidden is not None:
             recurrent = replace(recurrent, hidden_size=hidden.shape[1])
+        rule = next(rule for rule in RULES if rule.name == model.config.recurrence)
         keeper = make_keeper(
-            mode, model.ops, GDN, recurrent, shape, states.recurrent, states.conv, hidden
+            mode, model.ops, rule, recurrent, shape, states.recurrent, states.conv, hidden
         )
         assert keeper.num_bytes == config.draft_bytes, "draft bytes were computed wrongly"
     return Speculation(config, model, pools, table, proposer, keeper, mode)

@@ -29,6 +29,8 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _LINEAR_FROM = np.float32(20.0)
 """Above this softplus(x) is x in float32 (torch's threshold)."""
+FOUR = 4
+"""Tokens that pass over the state together in a prefill."""
 CHANNELS = 256
 """Channels that one thread convolves at a time."""
 
@@ -125,32 +127,81 @@ def _step(state, base, mixed, q, k, v, decay, dt, skip, dk, dv, out, place):
         c += LANES
 
 
+@compiled(inline=True)
+def _pass(value, mixed, i, row, q, k, keep, u, total):
+    """One token over sixteen columns of row i of S: S afterwards, and total + S q."""
+    value = vfma(vset(at(mixed, row + k + i)), u, vmul(keep, value))
+    return value, vfma(value, vset(at(mixed, row + q + i)), total)
+
+
+@compiled()
+def _step_four(state, base, mixed, row, q, k, v, decay, dt, skip, dk, dv, out, place):
+    """``_step`` for four tokens, S being read and written once; the same bits.
+
+    row, place: of the first token in ``mixed`` and ``out``. decay, dt: of the four.
+    """
+    width, stride, through = mixed.shape[1], out.shape[1], vset(skip)
+    r1, r2, r3 = row + width, row + 2 * width, row + 3 * width
+    d0, d1, d2, d3 = vset(decay[0]), vset(decay[1]), vset(decay[2]), vset(decay[3])
+    for c in range(0, dv, LANES):
+        count = dv - c
+        x0, x1 = load(mixed, row + v + c, count), load(mixed, r1 + v + c, count)
+        x2, x3 = load(mixed, r2 + v + c, count), load(mixed, r3 + v + c, count)
+        u0, u1 = vmul(vset(dt[0]), x0), vmul(vset(dt[1]), x1)
+        u2, u3 = vmul(vset(dt[2]), x2), vmul(vset(dt[3]), x3)
+        t0, t1, t2, t3 = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+        for i in range(dk):
+            s = base + i * dv + c
+            value, t0 = _pass(load(state, s, count), mixed, i, row, q, k, d0, u0, t0)
+            value, t1 = _pass(value, mixed, i, r1, q, k, d1, u1, t1)
+            value, t2 = _pass(value, mixed, i, r2, q, k, d2, u2, t2)
+            value, t3 = _pass(value, mixed, i, r3, q, k, d3, u3, t3)
+            store(state, s, value, count)
+        store(out, place + c, vfma(through, x0, t0), count)
+        store(out, place + stride + c, vfma(through, x1, t1), count)
+        store(out, place + 2 * stride + c, vfma(through, x2, t2), count)
+        store(out, place + 3 * stride + c, vfma(through, x3, t3), count)
+
+
+@compiled()
+def _time_step(x, low, high):
+    """softplus between limits; NaN stays."""
+    dt = x if x > _LINEAR_FROM else np.float32(math.log1p(math.exp(x)))
+    if dt < low:
+        dt = low
+    if dt > high:
+        dt = high
+    return dt
+
+
 @compiled()
 def _run_head(
     projected, first, last, slot, head, num_k_heads, decay_rate, dt_bias, dt_low, dt_high, skip,
     state, save_at, save_slots, save, save_last, mixed, out,
 ):  # fmt: skip
-    """All tokens of one sequence for one head."""
+    """All tokens of one sequence for one head, four at a time up to the next save."""
     num_v_heads, dk, dv = state.shape[1:]
-    group = head // (num_v_heads // num_k_heads)
-    channels = mixed.shape[1]
+    group, channels = head // (num_v_heads // num_k_heads), mixed.shape[1]
     q, k = group * dk, (num_k_heads + group) * dk
     v = 2 * num_k_heads * dk + head * dv
-    dt_column = channels + num_v_heads * dv + head
-    size = dk * dv
+    dt_column, size = channels + num_v_heads * dv + head, dk * dv
     base = (slot * num_v_heads + head) * size
-    for t in range(first, last):
-        x = projected[t, dt_column] + dt_bias[head]
-        dt = x if x > _LINEAR_FROM else np.float32(math.log1p(math.exp(x)))
-        if dt < dt_low:
-            dt = dt_low
-        if dt > dt_high:
-            dt = dt_high
-        decay = np.float32(math.exp(decay_rate[head] * dt))
-        row = t * channels
-        _step(state, base, mixed, row + q, row + k, row + v, decay, dt, skip[head], dk, dv, out,
-              t * out.shape[1] + head * dv)  # fmt: skip
-        while save < save_last and save_at[save] == t - first + 1:
+    dt, decay = np.empty(FOUR, np.float32), np.empty(FOUR, np.float32)
+    t = first
+    while t < last:
+        until = first + save_at[save] if save < save_last else last
+        count = FOUR if t + FOUR <= until else 1
+        for n in range(count):
+            dt[n] = _time_step(projected[t + n, dt_column] + dt_bias[head], dt_low, dt_high)
+            decay[n] = np.float32(math.exp(decay_rate[head] * dt[n]))
+        row, place = t * channels, t * out.shape[1] + head * dv
+        if count == FOUR:
+            _step_four(state, base, mixed, row, q, k, v, decay, dt, skip[head], dk, dv, out, place)
+        else:
+            _step(state, base, mixed, row + q, row + k, row + v, decay[0], dt[0], skip[head], dk,
+                  dv, out, place)  # fmt: skip
+        t += count
+        while save < save_last and save_at[save] == t - first:
             target = (np.int64(save_slots[save]) * num_v_heads + head) * size
             copy(state, base, state, target, size)
             save += 1
