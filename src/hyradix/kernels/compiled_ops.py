@@ -24,6 +24,8 @@ from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
 from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.kda import compiled as kda_kernels
+from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2.packed import PackedMamba2
@@ -241,6 +243,24 @@ class CompiledOps:
         targets: npt.NDArray[np.int32],
     ) -> None:
         compiled_trees.move_rows(array, rows, sources, targets)
+
+    def pack_kda(self, weights: KdaWeights) -> tuple[Any, ...]:
+        return kda_kernels.pack(weights)
+
+    def mix_kda(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: tuple[Any, ...],
+        batch: RaggedStates,
+        conv_state: Array,
+        state: Array,
+    ) -> Array:
+        return kda_kernels.mix(
+            projected, forget, gate, weights, batch, conv_state, state,
+            parallel_from=self._parallel_from,
+        )  # fmt: skip
 
     def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
         arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))

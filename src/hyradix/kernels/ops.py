@@ -24,6 +24,7 @@ from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
@@ -138,6 +139,21 @@ class Ops(Protocol):
         targets: npt.NDArray[np.int32],
     ) -> None:
         """Rows of a draft buffer, in order: ``tree_recurrence.keeping.move_rows``."""
+
+    def pack_kda(self, weights: KdaWeights) -> Any:
+        """What ``mix_kda`` takes."""
+
+    def mix_kda(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: Any,
+        batch: RaggedStates,
+        conv_state: Array,
+        state: Array,
+    ) -> Array:
+        """See ``kda.reference.mix``."""
 
     def pack_attention(self, weights: AttentionWeights) -> Any:
         """What ``attention`` takes."""

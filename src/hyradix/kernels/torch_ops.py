@@ -15,6 +15,8 @@ from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net import reference as mixer_reference
 from hyradix.kernels.gated_delta_net import tree_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.kda import reference as kda_reference
+from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2 import reference as mamba2_reference
 from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
@@ -147,6 +149,21 @@ class TorchOps:
         targets: npt.NDArray[np.int32],
     ) -> None:
         keeping.move_rows(array, rows, sources, targets)
+
+    def pack_kda(self, weights: KdaWeights) -> KdaWeights:
+        return weights
+
+    def mix_kda(
+        self,
+        projected: torch.Tensor,
+        forget: torch.Tensor,
+        gate: torch.Tensor,
+        weights: KdaWeights,
+        batch: RaggedStates,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+    ) -> torch.Tensor:
+        return kda_reference.mix(projected, forget, gate, weights, batch, conv_state, state)
 
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
         return weights
