@@ -30,6 +30,8 @@ from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2.packed import PackedMamba2
 from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.mla import compiled as latent_kernels
+from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe import grouped
 from hyradix.kernels.moe.grouped import Grouping, PackedExperts, PackedRouting
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
@@ -312,6 +314,20 @@ class CompiledOps:
             q, batch.short_tokens, batch.short_rows, batch.first, batch.short_lengths,
             batch.tail_offsets, batch.tail_columns, batch.kv_table, k, v, projected, out,
         )  # fmt: skip
+
+    def pack_latent_attention(self, weights: LatentWeights) -> tuple[LatentWeights, Array]:
+        return weights, weights.norm.contiguous().numpy()
+
+    def latent_attention(
+        self,
+        projected: Array,
+        weights: tuple[LatentWeights, Array],
+        batch: RaggedQueries,
+        pool: Array,
+    ) -> Array:
+        return latent_kernels.attend(
+            projected, weights, batch, pool, parallel_from=self._parallel_from
+        )
 
 
 def _attend_long(

@@ -26,6 +26,7 @@ from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
@@ -167,6 +168,14 @@ class Ops(Protocol):
         self, projected: Array, weights: Any, batch: RaggedQueries, k: Array, v: Array
     ) -> Array:
         """See ``attention.reference.attend_frozen``; weights as ``attention`` takes them."""
+
+    def pack_latent_attention(self, weights: LatentWeights) -> Any:
+        """What ``latent_attention`` takes."""
+
+    def latent_attention(
+        self, projected: Array, weights: Any, batch: RaggedQueries, pool: Array
+    ) -> Array:
+        """See ``mla.reference.latent_attention``."""
 
 
 def load_ops(backend: str = "auto") -> Ops:

@@ -22,6 +22,8 @@ from hyradix.kernels.mamba2 import reference as mamba2_reference
 from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.memory import ReadOnly
+from hyradix.kernels.mla import reference as latent_reference
+from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe import reference as moe_reference
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.rms_norm.reference import rms_norm
@@ -187,3 +189,15 @@ class TorchOps:
         v: torch.Tensor,
     ) -> torch.Tensor:
         return attention_reference.attend_frozen(projected, weights, batch, k, v)
+
+    def pack_latent_attention(self, weights: LatentWeights) -> LatentWeights:
+        return weights
+
+    def latent_attention(
+        self,
+        projected: torch.Tensor,
+        weights: LatentWeights,
+        batch: RaggedQueries,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        return latent_reference.latent_attention(projected, weights, batch, pool)
