@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.errors import ConfigError
 from hyradix.kernels.ops import Array
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import GDN
@@ -210,8 +211,13 @@ class Speculation:
 def make_speculation(
     config: EngineConfig, model: Decoder, pools: Pools, table: RequestTable
 ) -> Speculation:
-    """What ``config`` asks for. Raises ``ConfigError`` where the model lacks the draft head."""
+    """What ``config`` asks for. Raises ``ConfigError`` where the model cannot do it."""
     spec, proposer = config.spec, None
+    if model.config.recurrence != "gdn" and (spec is not None or config.num_log_rows):
+        raise ConfigError(
+            f"{model.config.architecture} cannot verify drafts or log its states yet: "
+            "--spec must be off and --decode-log 0"
+        )
     if spec is not None:
         proposer = build_proposer(
             spec.proposer, model, table.token_ids, table.kv_slots, pools.memory

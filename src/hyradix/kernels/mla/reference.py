@@ -98,15 +98,17 @@ def attend_row(
     rows = gather(pool, slots[: start + q.shape[0]]).to(q.dtype)
     per_key = rows.shape[1] + weights.rank - q.shape[2] - weights.values.shape[1]
     to_expand = weights.rank * (weights.keys.shape[1] + weights.values.shape[1])
-    attend = expanded if q.shape[0] * per_key > to_expand else absorbed
-    return attend(q, rows, start, weights)
+    if q.shape[0] * per_key > to_expand:
+        return expanded(q, rows, start, weights)
+    return absorbed(q, rows, start, weights)
 
 
 def absorb(q: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
     """Queries ``[n, H, D]`` -> ``[n, H, E]``, scaled: they meet pool rows."""
     nope, shared = q.split([weights.keys.shape[1], weights.num_shared], dim=2)
     latent = torch.bmm(nope.transpose(0, 1), weights.keys).transpose(0, 1)
-    return torch.cat([latent, shared], dim=2) * weights.query_dim**-0.5
+    query: torch.Tensor = torch.cat([latent, shared], dim=2) * weights.query_dim**-0.5
+    return query
 
 
 def values_of(context: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
