@@ -142,6 +142,7 @@ class Mamba2Config:
     num_norm_groups: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
     """Attention to latent rows: ``rank`` numbers that keys and values are made of, then ``shared``
     numbers of every head's key. nope: numbers of a head's key made of the rank. v_dim: of a value.

@@ -23,6 +23,8 @@ from hyradix.models.config import (
     MoeConfig,
     RawConfig,
     eos_ids,
+    number,
+    only,
     positive,
     require,
 )
@@ -36,15 +38,15 @@ Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, "torch.Tensor"]
 
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "q_lora_rank": (None,),
-    "attention_bias": (None, False),
-    "hidden_act": (None, "silu"),
-    "mla_use_nope": (None, True),
-    "rope_scaling": (None,),
-    "num_nextn_predict_layers": (None, 0),
-    "moe_router_activation_func": (None, "sigmoid", "softmax"),
+    "q_lora_rank": (),
+    "attention_bias": (False,),
+    "hidden_act": ("silu",),
+    "mla_use_nope": (True,),
+    "rope_scaling": (),
+    "num_nextn_predict_layers": (0,),
+    "moe_router_activation_func": ("sigmoid", "softmax"),
 }
-"""Values that are supported; None: the key may be missing."""
+"""Values that are supported, beside null and no such key."""
 _LATENT_EPS = 1e-6
 """The norm of latents does not follow ``rms_norm_eps``."""
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -53,8 +55,7 @@ _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     """config.json (and generation_config.json, or ``{}``) to ``ModelConfig``."""
     for key, supported in _FIXED.items():
-        if raw.get(key) not in supported:
-            raise ModelLoadError(f"config.json: {key} {raw[key]!r} is not supported")
+        only(raw, key, None, *supported)
     num_heads = positive(raw, "num_attention_heads")
     if raw.get("num_key_value_heads") not in (None, num_heads):
         raise ModelLoadError("config.json: num_key_value_heads must be num_attention_heads")
@@ -74,8 +75,7 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
             eps=_LATENT_EPS,
         ),
         decay_bound=_decay_bound(raw),
-        has_centred_norms=False,
-        eps=require({"rms_norm_eps": 1e-5, **raw}, "rms_norm_eps", float),
+        eps=number(raw, "rms_norm_eps", 1e-5),
         is_tied=bool(raw.get("tie_word_embeddings", False)),
         num_heads=num_heads,
         rotary_dim=0,
@@ -155,7 +155,7 @@ def _experts(raw: RawConfig) -> MoeConfig:
         num_groups=positive(groups, "num_expert_group"),
         top_groups=positive(groups, "topk_group"),
         is_normalised=bool(raw.get("moe_renormalize", True)),
-        scale=require({"routed_scaling_factor": 1.0, **raw}, "routed_scaling_factor", float),
+        scale=number(raw, "routed_scaling_factor", 1.0),
     )
 
 
