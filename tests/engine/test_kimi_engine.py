@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import save_file
 
 from hyradix import LLM, SamplingParams
-from hyradix.errors import ConfigError
 from hyradix.models.loader import init_random, load_config
 from tests.support.kimi_checkpoints import kimi_config
 from tests.support.tiktoken_files import NUM_RANKS, learned_ranks, write_directory
@@ -59,7 +58,15 @@ def outputs(llm, max_tokens=24):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_prefill_tokens": 17}, {"overlap": False, "states": 12, "force_preempt_every": 5}],
+    [
+        {},
+        {"max_prefill_tokens": 17},
+        {"overlap": False, "states": 12, "force_preempt_every": 5},
+        {"decode_log": 8},
+        {"spec": "ngram", "spec_state": "snapshot", "overlap": False},
+        {"spec": "ngram", "spec_state": "replay", "overlap": False},
+        {"spec": "ngram", "spec_state": "log", "overlap": False},
+    ],
 )
 def test_outputs_do_not_depend_on_the_cache(directory, cold, options):
     llm = LLM(str(directory), **{**OPTIONS, **options})
@@ -79,8 +86,3 @@ def test_chats_resume_and_answers_have_text(directory):
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
     (second,) = llm.chat(messages, params, use_tqdm=False)
     assert second.num_cached_tokens >= 10
-
-
-def test_drafts_are_refused_at_start(directory):
-    with pytest.raises(ConfigError, match="KimiLinearForCausalLM cannot verify drafts"):
-        LLM(str(directory), **OPTIONS, spec="ngram")

@@ -11,6 +11,7 @@ from hyradix.kernels.compiled_ops import CompiledOps
 from hyradix.kernels.mla import compiled, reference
 from hyradix.kernels.mla.reference import LatentWeights, absorbed, attend_row, expanded
 from hyradix.kernels.torch_ops import TorchOps
+from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 
 SHAPES = [(6, 12, 5, 20, 33), (1, 16, 0, 8, 16), (8, 32, 16, 32, 64), (4, 7, 2, 9, 24)]
 """H, nope, shared, V, rank."""
@@ -45,7 +46,7 @@ class Attention:
         torch.manual_seed(seed)
         return torch.randn(tokens, self.width)
 
-    def run(self, projected, rows, starts, lengths, write_from=None):
+    def run(self, projected, rows, starts, lengths, write_from=None, first=0):
         cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         rows, starts = np.array(rows, np.int32), np.array(starts, np.int32)
         positions = np.concatenate(
@@ -54,7 +55,7 @@ class Attention:
         slots = self.table[np.repeat(rows, lengths), positions]
         if write_from is not None:
             slots = np.where(positions >= write_from, slots, np.int32(0))
-        batch = RaggedQueries.of(cu, rows, starts, positions, slots, self.table)
+        batch = RaggedQueries.of(cu, rows, starts, positions, slots, self.table, first=first)
         view = self.ops.view
         out = self.ops.latent_attention(view(projected), self.weights, batch, view(self.pool))
         return self.ops.tensor(out)
@@ -162,9 +163,44 @@ def test_threads_and_spans_of_heads_change_no_bit():
     query, pool = torch.randn(3, 12, 40).numpy(), torch.randn(300, 1, 40).numpy()
     table = np.random.default_rng(0).permutation(300).astype(np.int32).reshape(3, 100)
     rows, lengths = np.array([2, 0, 1], np.int32), np.array([100, 1, 65], np.int32)
+    no_tails = np.zeros(4, np.int32), np.zeros(0, np.int32)
+    sees = (rows, 0, lengths, *no_tails)
     expected = np.empty((3, 12, 35), np.float32)
-    compiled._decode_serial(query, rows, lengths, table, pool, expected)
+    compiled._decode_serial(query, *sees, table, pool, expected)
     for span in (4, 8, 12):
         context = np.full_like(expected, np.nan)
-        compiled._decode_parallel(query, rows, lengths, table, pool, context, span)
+        compiled._decode_parallel(query, *sees, table, pool, context, span)
         assert np.array_equal(context, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ops", [CompiledOps(), TorchOps()], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_node_of_a_draft_tree_is_plain_decode_on_its_path(shape, ops, first):
+    """Two rows in front, one of them long; then two trees over prefixes of 20 and 33."""
+    trees, starts, rows = [[-1, 0, 0, 1, 1, 4], [-1, 0, 1]], (20, 33), (0, 1)
+    cu = np.array([0, 6, 9], np.int32)
+    flat = FlatTrees.of(cu, np.concatenate(trees).astype(np.int32))
+    attention = Attention(shape, ops)
+    prefix = attention.inputs(53)
+    lengths = [start - first for start in starts]
+    attention.run(prefix[: sum(lengths)], list(rows), [first, first], lengths, first=first)
+    x = attention.inputs(9, seed=5)
+    nodes = np.arange(9, dtype=np.int32)
+    columns = nodes - np.repeat(cu[:-1], np.diff(cu)) + np.repeat(np.int32(starts), np.diff(cu))
+    positions = (np.repeat(np.int32(starts), np.diff(cu)) + flat.depths).astype(np.int32)
+    table = attention.table
+    batch = RaggedQueries.of(
+        cu, np.array(rows, np.int32), np.array(starts, np.int32), positions,
+        table[np.repeat(rows, np.diff(cu)), columns], table, trees=flat, first=first,
+    )  # fmt: skip
+    view = ops.view
+    out = ops.latent_attention(view(x), attention.weights, batch, view(attention.pool))
+    for tree, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        for node in range(len(trees[tree])):
+            plain = Attention(shape, ops)
+            plain.run(prefix[: sum(lengths)], list(rows), [first, first], lengths, first=first)
+            for depth, step in enumerate(flat.path(tree, node).tolist()):
+                token = int(cu[tree]) + step
+                expected = plain.run(x[token : token + 1], [row], [start + depth], [1], first=first)
+            assert torch.allclose(ops.tensor(out)[int(cu[tree]) + node], expected[0], atol=1e-5)

@@ -24,7 +24,7 @@ from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
 from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
-from hyradix.kernels.kda import compiled as kda_kernels
+from hyradix.kernels.kda.packed import PackedKda
 from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.linear.packed import PackedLinear
@@ -246,23 +246,37 @@ class CompiledOps:
     ) -> None:
         compiled_trees.move_rows(array, rows, sources, targets)
 
-    def pack_kda(self, weights: KdaWeights) -> tuple[Any, ...]:
-        return kda_kernels.pack(weights)
+    def pack_kda(self, weights: KdaWeights) -> PackedKda:
+        return PackedKda(weights)
 
     def mix_kda(
         self,
         projected: Array,
         forget: Array,
         gate: Array,
-        weights: tuple[Any, ...],
+        weights: PackedKda,
         batch: RaggedStates,
         conv_state: Array,
         state: Array,
     ) -> Array:
-        return kda_kernels.mix(
-            projected, forget, gate, weights, batch, conv_state, state,
-            parallel_from=self._parallel_from,
-        )  # fmt: skip
+        threshold = self._parallel_from
+        return weights.mix(
+            projected, forget, gate, batch, conv_state, state, parallel_from=threshold
+        )
+
+    def mix_kda_trees(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: PackedKda,
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        weights.mix_trees(projected, forget, gate, trees, conv_state, state, spec, out)
 
     def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
         arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))

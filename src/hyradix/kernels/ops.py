@@ -154,7 +154,21 @@ class Ops(Protocol):
         conv_state: Array,
         state: Array,
     ) -> Array:
-        """See ``kda.reference.mix``."""
+        """See ``kda.reference.mix``; rows of tokens in no sequence stay unwritten."""
+
+    def mix_kda_trees(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: Any,
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        """See ``kda.tree_reference.mix_trees``."""
 
     def pack_attention(self, weights: AttentionWeights) -> Any:
         """What ``attention`` takes."""

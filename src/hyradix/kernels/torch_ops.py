@@ -16,6 +16,7 @@ from hyradix.kernels.gated_delta_net import reference as mixer_reference
 from hyradix.kernels.gated_delta_net import tree_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.kda import reference as kda_reference
+from hyradix.kernels.kda import tree_reference as kda_trees
 from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2 import reference as mamba2_reference
@@ -166,6 +167,20 @@ class TorchOps:
         state: torch.Tensor,
     ) -> torch.Tensor:
         return kda_reference.mix(projected, forget, gate, weights, batch, conv_state, state)
+
+    def mix_kda_trees(
+        self,
+        projected: torch.Tensor,
+        forget: torch.Tensor,
+        gate: torch.Tensor,
+        weights: KdaWeights,
+        trees: RaggedTrees,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        spec: SpecLayer,
+        out: torch.Tensor,
+    ) -> None:
+        kda_trees.mix_trees(projected, forget, gate, weights, trees, conv_state, state, spec, out)
 
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
         return weights

@@ -39,7 +39,6 @@ class KimiDelta:
 
     def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
         """``[T, hidden]`` -> x + mixer(norm(x)), ``[T, hidden]``."""
-        assert context.trees is None, "drafts are refused when the engine starts"
         ops, memory = self._ops, context.memory
         normed = ops.norm(x, norm.packed)
         projected = ops.linear(normed, self._qkvb)
@@ -49,4 +48,9 @@ class KimiDelta:
         )
         conv, recurrent = memory.conv[self._index], memory.recurrent[self._index]
         mixed = ops.mix_kda(projected, forget, gate, self._weights, context.states, conv, recurrent)
+        if context.trees is not None:
+            ops.mix_kda_trees(
+                projected, forget, gate, self._weights, context.trees, conv, recurrent,
+                context.spec[self._index], mixed,
+            )  # fmt: skip
         return ops.linear_add(mixed, self._out, x)

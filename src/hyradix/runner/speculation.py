@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
-from hyradix.errors import ConfigError
 from hyradix.kernels.ops import Array
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
-from hyradix.kernels.tree_recurrence.rules import GDN
+from hyradix.kernels.tree_recurrence.rules import RULES
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, ScheduledBatch, StateFold
@@ -211,13 +210,8 @@ class Speculation:
 def make_speculation(
     config: EngineConfig, model: Decoder, pools: Pools, table: RequestTable
 ) -> Speculation:
-    """What ``config`` asks for. Raises ``ConfigError`` where the model cannot do it."""
+    """What ``config`` asks for. Raises ``ConfigError`` where the model lacks the draft head."""
     spec, proposer = config.spec, None
-    if model.config.recurrence != "gdn" and (spec is not None or config.num_log_rows):
-        raise ConfigError(
-            f"{model.config.architecture} cannot verify drafts or log its states yet: "
-            "--spec must be off and --decode-log 0"
-        )
     if spec is not None:
         proposer = build_proposer(
             spec.proposer, model, table.token_ids, table.kv_slots, pools.memory
@@ -236,8 +230,9 @@ def make_speculation(
         hidden = None if states.hidden is None else states.hidden[0]
         if hidden is not None:
             recurrent = replace(recurrent, hidden_size=hidden.shape[1])
+        rule = next(rule for rule in RULES if rule.name == model.config.recurrence)
         keeper = make_keeper(
-            mode, model.ops, GDN, recurrent, shape, states.recurrent, states.conv, hidden
+            mode, model.ops, rule, recurrent, shape, states.recurrent, states.conv, hidden
         )
         assert keeper.num_bytes == config.draft_bytes, "draft bytes were computed wrongly"
     return Speculation(config, model, pools, table, proposer, keeper, mode)

@@ -16,11 +16,7 @@ Read next: ``reference.py``, ``../causal_conv/compiled.py``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
-import torch
 from numba import prange
 
 from hyradix.kernels.causal_conv.compiled import (
@@ -31,12 +27,9 @@ from hyradix.kernels.causal_conv.compiled import (
     window_in,
     window_out,
 )
-from hyradix.kernels.gated_delta_net.reference import RaggedStates
-from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.numba_support import compiled, exp32, sigmoid32
 from hyradix.kernels.simd import LANES, at, vadd, vfma, vmul, vset, vsum
 
-Array = npt.NDArray[np.float32]
 _L2_EPS = np.float32(1e-6)
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -183,7 +176,7 @@ def _run_head(
 
 
 @compiled()
-def _mix_serial(
+def mix_serial(
     projected, forget, gates, cu_seqlens, state_slots, conv_weight, conv_state, state, rate,
     dt_bias, norm_weight, eps, lower_bound, save_offsets, save_at, save_slots, out,
 ):  # fmt: skip
@@ -198,11 +191,11 @@ def _mix_serial(
 
 
 @compiled(parallel=True)
-def _mix_parallel(
+def mix_parallel(
     projected, forget, gates, cu_seqlens, state_slots, conv_weight, conv_state, state, rate,
     dt_bias, norm_weight, eps, lower_bound, save_offsets, save_at, save_slots, out,
 ):  # fmt: skip
-    """``_mix_serial`` over all threads (another name: numba's cache tells functions by name)."""
+    """``mix_serial`` over all threads (another name: numba's cache tells functions by name)."""
     heads = state.shape[1]
     for j in prange(state_slots.size * heads):
         task = np.int64(j)  # signed, as in the serial form: one compilation serves both
@@ -211,37 +204,3 @@ def _mix_parallel(
                   task % heads, conv_weight, conv_state, state, rate, dt_bias, norm_weight, eps,
                   lower_bound, save_at, save_slots, save_offsets[i], save_offsets[i + 1],
                   out)  # fmt: skip
-
-
-def pack(weights: KdaWeights) -> tuple[Any, ...]:
-    """What ``mix`` takes: convolution weights as [H, K, channels of a head], then the vectors."""
-    heads, dv = weights.num_heads, weights.norm.numel()
-    key_dim = (weights.conv.shape[0] - heads * dv) // 2
-    pieces = weights.conv.split([key_dim, key_dim, heads * dv])
-    by_head = [x.unflatten(0, (heads, -1)).transpose(1, 2) for x in pieces]
-    conv = torch.cat(by_head, dim=2).contiguous().numpy()
-    vectors = (weights.rate, weights.dt_bias, weights.norm)
-    scalars = (np.float32(weights.eps), np.float32(weights.lower_bound or 0.0))
-    return (conv, *(x.contiguous().numpy() for x in vectors), *scalars)
-
-
-def mix(
-    projected: Array,
-    forget: Array,
-    gate: Array,
-    packed: tuple[Any, ...],
-    batch: RaggedStates,
-    conv_state: Array,
-    state: Array,
-    *,
-    parallel_from: float,
-) -> Array:
-    """``reference.mix``; over all threads where there is more work than ``parallel_from``."""
-    conv, *rest = packed
-    out = np.empty_like(gate)
-    kernel = _mix_parallel if out.size * state.shape[2] > parallel_from else _mix_serial
-    kernel(
-        projected, forget, gate, batch.cu_seqlens, batch.slots, conv, conv_state, state, *rest,
-        batch.save_offsets, batch.save_at, batch.save_slots, out,
-    )  # fmt: skip
-    return out

@@ -17,6 +17,7 @@ from hyradix.kernels.causal_conv.reference import causal_conv
 from hyradix.kernels.gated_delta_net.reference import L2_EPS, RaggedStates
 from hyradix.kernels.kda.recurrence import chunked
 from hyradix.kernels.rms_norm.reference import rms_norm
+from hyradix.kernels.tree_recurrence.rules import KDA, Inputs, read, update
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def mix(
         o, final, saved, columns = _run(
             projected[piece], forget[piece], weights, conv_state[slot], state[slot], save_at
         )
-        out[piece] = _gated_norm(o, gate[piece], weights)
+        out[piece] = finish(o, gate[piece], weights)
         width = conv_state.shape[1]
         for count, target, value in zip(
             save_at, batch.save_slots[saves].tolist(), saved, strict=True
@@ -97,7 +98,28 @@ def _run(
     save_at: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """One sequence: outputs before the norm, final state, saved states, raw columns."""
-    num_heads, dk, dv = initial.shape
+    q, inputs, columns = prepare(projected, forget, weights, window, initial.shape)
+    if projected.shape[0] == 1:
+        _, final = update(KDA, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
+        return read(final, q[0]).unsqueeze(0), final, [final] * len(save_at), columns
+    o, final, saved = chunked(
+        q, inputs.k, inputs.v, inputs.g, inputs.beta, initial, save_at=save_at
+    )
+    return o, final, saved, columns
+
+
+def prepare(
+    projected: torch.Tensor,
+    forget: torch.Tensor,
+    weights: KdaWeights,
+    window: torch.Tensor,
+    heads: tuple[int, ...],
+) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
+    """q ``[n, H, dk]``, the recurrence's inputs (no leading N), all raw columns ``[K-1+n, C]``.
+
+    projected, forget: n tokens that follow ``window`` ``[K-1, C]``. heads: (H, dk, dv).
+    """
+    num_heads, dk, dv = heads
     channels = num_heads * (2 * dk + dv)
     mixed, columns = causal_conv(projected[:, :channels], weights.conv, window)
     q, k, v = (
@@ -105,13 +127,11 @@ def _run(
         for x in mixed.split([num_heads * dk, num_heads * dk, num_heads * dv], dim=1)
     )
     beta = projected[:, channels : channels + num_heads].sigmoid()
-    q = _unit(q) * dk**-0.5
-    g = log_decay(forget, weights)
-    o, final, saved = chunked(q, _unit(k), v, g, beta, initial, save_at=save_at)
-    return o, final, saved, columns
+    inputs = Inputs(_unit(k), v, log_decay(forget, weights), beta)
+    return _unit(q) * dk**-0.5, inputs, columns
 
 
-def _gated_norm(o: torch.Tensor, gate: torch.Tensor, weights: KdaWeights) -> torch.Tensor:
+def finish(o: torch.Tensor, gate: torch.Tensor, weights: KdaWeights) -> torch.Tensor:
     """``[n, H, dv]`` -> ``[n, H dv]``: rms_norm(o) sigmoid(gate)."""
     normed: torch.Tensor = rms_norm(o, weights.norm, weights.eps).flatten(1) * gate.sigmoid()
     return normed

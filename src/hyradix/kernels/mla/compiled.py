@@ -138,13 +138,19 @@ def _weigh(scores, weight, pool, places, length, c, rank, context, place):
 
 
 @compiled()
-def _decode_task(i, first, last, query, rows, lengths, kv_table, pool, context):
+def _decode_task(
+    i, first, last, query, rows, begin_at, lengths, tail_offsets, tail_columns, kv_table, pool,
+    context,
+):  # fmt: skip
     """Heads first .. last of one token; pool rows stay in a near cache from head to head."""
     heads, width, rank = query.shape[1], query.shape[2], context.shape[2]
-    length = lengths[i]
+    run, tail = lengths[i] - begin_at, tail_offsets[i]
+    length = run + tail_offsets[i + 1] - tail
     places = np.empty(length, np.int64)
-    for j in range(length):
-        places[j] = np.int64(kv_table[rows[i], j]) * width
+    for j in range(run):
+        places[j] = np.int64(kv_table[rows[i], begin_at + j]) * width
+    for j in range(run, length):
+        places[j] = np.int64(kv_table[rows[i], tail_columns[tail + j - run]]) * width
     scores = np.empty((last - first, length), np.float32)
     for begin in range(0, length, _KEYS):
         end = min(begin + _KEYS, length)
@@ -160,22 +166,27 @@ def _decode_task(i, first, last, query, rows, lengths, kv_table, pool, context):
 
 
 @compiled()
-def _decode_serial(query, rows, lengths, kv_table, pool, context):
-    """Query i ``[N, 4 n, E]`` of table row ``rows[i]`` sees ``lengths[i]`` pool rows."""
+def _decode_serial(
+    query, rows, begin_at, lengths, tail_offsets, tail_columns, kv_table, pool, context
+):
+    """Query i ``[N, 4 n, E]`` of table row ``rows[i]``; what it sees: ``attention/queries.py``."""
     for i in range(rows.size):
-        _decode_task(i, 0, query.shape[1], query, rows, lengths, kv_table, pool, context)
+        _decode_task(i, 0, query.shape[1], query, rows, begin_at, lengths, tail_offsets,
+                     tail_columns, kv_table, pool, context)  # fmt: skip
 
 
 @compiled(parallel=True)
-def _decode_parallel(query, rows, lengths, kv_table, pool, context, span):
+def _decode_parallel(
+    query, rows, begin_at, lengths, tail_offsets, tail_columns, kv_table, pool, context, span
+):
     """``_decode_serial`` over all threads, ``span`` heads at a time."""
     heads = query.shape[1]
     spans = (heads + span - 1) // span
     for j in prange(rows.size * spans):
         task = np.int64(j)
         first = (task % spans) * span
-        _decode_task(task // spans, first, min(first + span, heads), query, rows, lengths,
-                     kv_table, pool, context)  # fmt: skip
+        _decode_task(task // spans, first, min(first + span, heads), query, rows, begin_at,
+                     lengths, tail_offsets, tail_columns, kv_table, pool, context)  # fmt: skip
 
 
 def attend(
@@ -203,9 +214,8 @@ def attend(
         out[index] = _decode(q[index], latent, batch, pool, parallel_from)
     rows = torch.from_numpy(pool).squeeze(1)
     for i in batch.long_rows:
-        piece = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-        table, start = batch.kv_table[batch.rows[i]], int(batch.starts[i])
-        out[piece] = attend_row(q[piece], table, start, rows, latent)
+        piece, seen, start = batch.row(i)
+        out[piece] = attend_row(q[piece], seen, start, rows, latent)
     return out.flatten(1).numpy()
 
 
@@ -218,9 +228,10 @@ def _decode(
     query = torch.zeros(q.shape[0], padded, width)
     query[:, :heads] = absorb(q, latent)
     context = torch.empty(q.shape[0], padded, latent.rank)
-    work = int(batch.short_lengths.sum()) * heads * width
+    work = (int(batch.short_lengths.sum()) + len(batch.tail_columns)) * heads * width
     arrays = (
-        query.numpy(), batch.short_rows, batch.short_lengths, batch.kv_table, pool, context.numpy(),
+        query.numpy(), batch.short_rows, batch.first, batch.short_lengths, batch.tail_offsets,
+        batch.tail_columns, batch.kv_table, pool, context.numpy(),
     )  # fmt: skip
     if work > 4 * parallel_from:
         _decode_parallel(*arrays, padded if len(query) >= _MANY else _HEADS)

@@ -10,10 +10,9 @@ the rows themselves; the values are taken after the weighing. Expanded: keys and
 are made first, head by head: less work where many queries see the same rows.
 
 Invariants:
-- A row reads only the slots its table row names for positions below the query's own + 1.
-- Positions before ``write_from`` are read from the pool, never written.
+- A query reads the slots of the columns that ``queries.py`` says it sees, no others.
 - No more than ``MAX_SCORES`` scores are held at a time (or those of one query).
-Source: DeepSeek-V2, section 2.1. Read next: ``compiled.py``.
+Source: DeepSeek-V2, section 2.1. Read next: ``../attention/queries.py``, ``compiled.py``.
 """
 
 from __future__ import annotations
@@ -80,10 +79,12 @@ def latent_attention(
     fresh = torch.cat([rms_norm(c, weights.norm, weights.eps), r], dim=1)
     rows.index_copy_(0, slots, fresh[written].to(rows.dtype))
     out = q.new_empty(q.shape[0], weights.num_heads, weights.values.shape[1])
-    for i in range(len(batch.rows)):
-        piece = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-        table = batch.kv_table[batch.rows[i]]
-        out[piece] = attend_row(q[piece], table, int(batch.starts[i]), rows, weights)
+    for i in range(len(batch.rows) - batch.num_trees):
+        tokens, seen, start = batch.row(i)
+        out[tokens] = attend_row(q[tokens], seen, start, rows, weights)
+    for i in batch.tree_tokens:
+        token, seen = int(batch.short_tokens[i]), batch.slots_seen(i)
+        out[token] = attend_row(q[token : token + 1], seen, len(seen) - 1, rows, weights)[0]
     flat: torch.Tensor = out.flatten(1)
     return flat
 
