@@ -67,6 +67,7 @@ def plan(budget: int, num_requests: int, *, raw=NINE, dtype="auto", **options):
         ("NVIDIA-Nemotron-3-Nano-30B-A3B", 46, 828, 6_144),
         ("Nemotron-H-8B", 96, 1_440, 16_384),
         ("Bamba-9B", 116, 1_435.5, 12_288),
+        ("Kimi-Linear-48B-A3B-Instruct", 40, 1_440, 8_064),
     ],
 )
 def test_slots_of_public_models(name, state_mib, conv_kib, kv_bytes):

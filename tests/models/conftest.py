@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.checkpoints import build
+from tests.support.kimi_checkpoints import KIMI
 
 FAMILIES = [
     "qwen3_5",
@@ -17,6 +18,7 @@ FAMILIES = [
     "nemotron_h",
     "nemotron_h_latent",
     "bamba",
+    *KIMI,
 ]
 
 

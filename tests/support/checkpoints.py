@@ -18,6 +18,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from tests.support.kimi_checkpoints import KIMI, build_kimi
+
 COMMON = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -108,7 +110,7 @@ def randomise(model: torch.nn.Module) -> None:
 QWEN = (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM)
 
 
-def build(family: str):
+def _build(family: str):
     torch.manual_seed(0)
     if family == "qwen3_5":
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, tie_word_embeddings=True))
@@ -144,3 +146,7 @@ def build(family: str):
         model = Qwen3NextForCausalLM(Qwen3NextConfig(**config))
     randomise(model)
     return model.eval()
+
+
+def build(family: str):
+    return build_kimi(family) if family in KIMI else _build(family)

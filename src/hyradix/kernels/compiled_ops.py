@@ -24,10 +24,14 @@ from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
 from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.kda.packed import PackedKda
+from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2.packed import PackedMamba2
 from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.mla import compiled as latent_kernels
+from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe import grouped
 from hyradix.kernels.moe.grouped import Grouping, PackedExperts, PackedRouting
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
@@ -242,6 +246,38 @@ class CompiledOps:
     ) -> None:
         compiled_trees.move_rows(array, rows, sources, targets)
 
+    def pack_kda(self, weights: KdaWeights) -> PackedKda:
+        return PackedKda(weights)
+
+    def mix_kda(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: PackedKda,
+        batch: RaggedStates,
+        conv_state: Array,
+        state: Array,
+    ) -> Array:
+        threshold = self._parallel_from
+        return weights.mix(
+            projected, forget, gate, batch, conv_state, state, parallel_from=threshold
+        )
+
+    def mix_kda_trees(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: PackedKda,
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        weights.mix_trees(projected, forget, gate, trees, conv_state, state, spec, out)
+
     def pack_attention(self, weights: AttentionWeights) -> tuple[Any, ...]:
         arrays = (x.contiguous().numpy() for x in (weights.q_norm, weights.k_norm))
         form = (weights.num_heads, weights.head_dim, weights.has_gate)
@@ -292,6 +328,20 @@ class CompiledOps:
             q, batch.short_tokens, batch.short_rows, batch.first, batch.short_lengths,
             batch.tail_offsets, batch.tail_columns, batch.kv_table, k, v, projected, out,
         )  # fmt: skip
+
+    def pack_latent_attention(self, weights: LatentWeights) -> tuple[LatentWeights, Array]:
+        return weights, weights.norm.contiguous().numpy()
+
+    def latent_attention(
+        self,
+        projected: Array,
+        weights: tuple[LatentWeights, Array],
+        batch: RaggedQueries,
+        pool: Array,
+    ) -> Array:
+        return latent_kernels.attend(
+            projected, weights, batch, pool, parallel_from=self._parallel_from
+        )
 
 
 def _attend_long(

@@ -33,10 +33,13 @@ def prefer_openmp() -> None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Give torch and the compiled kernels the same number of threads."""
+    """Give torch and the compiled kernels the same number of threads.
+
+    torch last: numba's first call starts its threads and gives the shared OpenMP all of them.
+    """
     config: Any = numba.config
-    torch.set_num_threads(num_threads)
     numba.set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(num_threads)
 
 
 _ONLY_PRANGE = dict.fromkeys(

@@ -24,7 +24,9 @@ from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
@@ -139,6 +141,35 @@ class Ops(Protocol):
     ) -> None:
         """Rows of a draft buffer, in order: ``tree_recurrence.keeping.move_rows``."""
 
+    def pack_kda(self, weights: KdaWeights) -> Any:
+        """What ``mix_kda`` takes."""
+
+    def mix_kda(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: Any,
+        batch: RaggedStates,
+        conv_state: Array,
+        state: Array,
+    ) -> Array:
+        """See ``kda.reference.mix``; rows of tokens in no sequence stay unwritten."""
+
+    def mix_kda_trees(
+        self,
+        projected: Array,
+        forget: Array,
+        gate: Array,
+        weights: Any,
+        trees: RaggedTrees,
+        conv_state: Array,
+        state: Array,
+        spec: SpecLayer,
+        out: Array,
+    ) -> None:
+        """See ``kda.tree_reference.mix_trees``."""
+
     def pack_attention(self, weights: AttentionWeights) -> Any:
         """What ``attention`` takes."""
 
@@ -151,6 +182,14 @@ class Ops(Protocol):
         self, projected: Array, weights: Any, batch: RaggedQueries, k: Array, v: Array
     ) -> Array:
         """See ``attention.reference.attend_frozen``; weights as ``attention`` takes them."""
+
+    def pack_latent_attention(self, weights: LatentWeights) -> Any:
+        """What ``latent_attention`` takes."""
+
+    def latent_attention(
+        self, projected: Array, weights: Any, batch: RaggedQueries, pool: Array
+    ) -> Array:
+        """See ``mla.reference.latent_attention``."""
 
 
 def load_ops(backend: str = "auto") -> Ops:

@@ -15,11 +15,16 @@ from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net import reference as mixer_reference
 from hyradix.kernels.gated_delta_net import tree_reference
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.kda import reference as kda_reference
+from hyradix.kernels.kda import tree_reference as kda_trees
+from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2 import reference as mamba2_reference
 from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.memory import ReadOnly
+from hyradix.kernels.mla import reference as latent_reference
+from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe import reference as moe_reference
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.rms_norm.reference import rms_norm
@@ -148,6 +153,35 @@ class TorchOps:
     ) -> None:
         keeping.move_rows(array, rows, sources, targets)
 
+    def pack_kda(self, weights: KdaWeights) -> KdaWeights:
+        return weights
+
+    def mix_kda(
+        self,
+        projected: torch.Tensor,
+        forget: torch.Tensor,
+        gate: torch.Tensor,
+        weights: KdaWeights,
+        batch: RaggedStates,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+    ) -> torch.Tensor:
+        return kda_reference.mix(projected, forget, gate, weights, batch, conv_state, state)
+
+    def mix_kda_trees(
+        self,
+        projected: torch.Tensor,
+        forget: torch.Tensor,
+        gate: torch.Tensor,
+        weights: KdaWeights,
+        trees: RaggedTrees,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        spec: SpecLayer,
+        out: torch.Tensor,
+    ) -> None:
+        kda_trees.mix_trees(projected, forget, gate, weights, trees, conv_state, state, spec, out)
+
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
         return weights
 
@@ -170,3 +204,15 @@ class TorchOps:
         v: torch.Tensor,
     ) -> torch.Tensor:
         return attention_reference.attend_frozen(projected, weights, batch, k, v)
+
+    def pack_latent_attention(self, weights: LatentWeights) -> LatentWeights:
+        return weights
+
+    def latent_attention(
+        self,
+        projected: torch.Tensor,
+        weights: LatentWeights,
+        batch: RaggedQueries,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        return latent_reference.latent_attention(projected, weights, batch, pool)

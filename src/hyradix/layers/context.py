@@ -19,9 +19,9 @@ from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 class LayerMemory:
     """Views of the pools by layer.
 
-    k, v: one ``[num_kv_slots + 1, Hkv, D]`` per attention layer. conv ``[num_states + 1, K-1, C]``
-    and recurrent ``[num_states + 1, Hv, dk, dv]``: one per recurrent layer. All as ``Ops.view``
-    makes them.
+    k, v: one ``[num_kv_slots + 1, Hkv, D]`` per attention layer; no v where KV is latent. conv
+    ``[num_states + 1, K-1, C]`` and recurrent ``[num_states + 1, Hv, dk, dv]``: one per recurrent
+    layer. All as ``Ops.view`` makes them.
     """
 
     k: tuple[Array, ...]

@@ -18,7 +18,8 @@ LayerKind = Literal["recurrent", "attention", "none"]
 """What mixes the tokens of a layer; none: the layer is its MLP alone."""
 MlpKind = Literal["dense", "moe", "none"]
 Activation = Literal["swiglu", "relu2"]
-Recurrence = Literal["gdn", "mamba2"]
+Recurrence = Literal["gdn", "kda", "mamba2"]
+"""The rule of the recurrent layers, see ``kernels.tree_recurrence.rules``."""
 RawConfig = dict[str, Any]
 
 
@@ -43,6 +44,8 @@ class CacheConfig:
     """K: taps of the short convolution; the window holds K - 1 columns."""
     recurrence: Recurrence = "gdn"
     """Of all recurrent layers. Mamba2: key heads are groups, k is B, v is x."""
+    has_latent_kv: bool = False
+    """One row of ``head_dim`` numbers is all that is kept of a token (``num_kv_heads`` is 1)."""
 
     @property
     def num_attention_layers(self) -> int:
@@ -60,8 +63,9 @@ class CacheConfig:
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
     def kv_bytes_per_slot(self, element_bytes: int) -> int:
-        """K and V of one token in all attention layers."""
-        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * element_bytes
+        """K and V of one token in all attention layers, or its latent rows."""
+        parts = 1 if self.has_latent_kv else 2
+        return parts * self.num_attention_layers * self.num_kv_heads * self.head_dim * element_bytes
 
     def recurrent_shape(self, element_bytes: int) -> RecurrentShape:
         """The recurrent layers; states, u and gates are float32, ``element_bytes`` is the rest's.
@@ -76,6 +80,7 @@ class CacheConfig:
             v_dim=self.v_dim,
             conv_channels=self.conv_channels,
             conv_width=self.conv_width,
+            has_channel_decay=self.recurrence == "kda",
             k_bytes=element_bytes,
             v_bytes=element_bytes,
             conv_bytes=element_bytes,
@@ -138,13 +143,29 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Attention to latent rows: ``rank`` numbers that keys and values are made of, then ``shared``
+    numbers of every head's key. nope: numbers of a head's key made of the rank. v_dim: of a value.
+    """
+
+    rank: int
+    shared: int
+    nope: int
+    v_dim: int
+    eps: float
+    """Of the norm of the rank's numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(CacheConfig):
     """A hybrid decoder that can be loaded. ``mlps`` says which MLP stands in which layer.
 
     activation: of dense MLPs and experts alike. attention: gated has an output gate and norms of q
-    and k, plain has neither; attention_scale: of scores, None: head_dim ** -0.5. rotary_dim: 0
-    where attention knows no positions. has_fused_gate_up: checkpoints store the gates and ups of
-    dense MLPs as one matrix. has_centred_norms: norm weights are stored less 1, the mixer's apart.
+    and k, plain has neither; attention_scale: of scores, None: head_dim ** -0.5. latent: of
+    attention to latent KV, which is neither. rotary_dim: 0 where attention knows no positions.
+    decay_bound: the (negative) bound of log decays by channel, None: there is none.
+    has_fused_gate_up: checkpoints store the gates and ups of dense MLPs as one matrix.
+    has_centred_norms: norm weights are stored less 1, the mixer's apart.
     """
 
     vocab_size: int
@@ -156,6 +177,8 @@ class ModelConfig(CacheConfig):
     has_fused_gate_up: bool = False
     moe: MoeConfig | None = None
     mamba2: Mamba2Config | None = None
+    latent: LatentConfig | None = None
+    decay_bound: float | None = None
     attention: Literal["gated", "plain"] = "gated"
     attention_scale: float | None = None
     embedding_multiplier: float = 1.0

@@ -23,6 +23,7 @@ from hyradix.layers.norm import RmsNorm
 from hyradix.layers.recurrent import RecurrentMixer
 from hyradix.models.config import Mamba2Config, ModelConfig, MoeConfig
 from hyradix.models.decoder import DecoderLayer, FeedForward, Mixer
+from hyradix.models.kimi_mixers import kimi_delta, latent_attention
 from hyradix.models.mamba2 import channel_parts
 from hyradix.models.registry import Family
 from hyradix.models.shapes import NORMS
@@ -67,11 +68,16 @@ class LayerBuilder:
         return weight.float() + (1.0 if self._config.has_centred_norms else 0.0)
 
     def _mixer(self, mixer: str, index: int, layer: Tensors) -> Mixer:
+        config, ops, dtype = self._config, self._ops, self._dtype
         if mixer == "attention":
+            if config.latent is not None:
+                return latent_attention(config, config.latent, ops, dtype, index, layer)
             return self.attention(index, layer)
-        mamba2 = self._config.mamba2
-        if mamba2 is not None:
-            return self._mamba2(mamba2, index, layer)
+        if config.mamba2 is not None:
+            return self._mamba2(config.mamba2, index, layer)
+        if config.recurrence == "kda":
+            projections = self._family.recurrent_input(config, layer)
+            return kimi_delta(config, ops, dtype, index, projections, layer)
         return self._gated_delta_net(index, layer)
 
     def attention(self, index: int, layer: Tensors) -> Attention:

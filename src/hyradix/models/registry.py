@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from hyradix.errors import ModelLoadError
-from hyradix.models import bamba, granitemoehybrid, nemotron_h, qwen3_5, qwen3_next
+from hyradix.models import bamba, granitemoehybrid, kimi_linear, nemotron_h, qwen3_5, qwen3_next
 from hyradix.models.config import CacheConfig, ModelConfig, RawConfig
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": granitemoehybrid,
     "nemotron_h": nemotron_h,
     "bamba": bamba,
+    "kimi_linear": kimi_linear,
 }
 
 

@@ -13,7 +13,7 @@ Read next: ``builder.py``, which takes exactly these.
 
 from __future__ import annotations
 
-from hyradix.models.config import Mamba2Config, ModelConfig, MoeConfig
+from hyradix.models.config import LatentConfig, Mamba2Config, ModelConfig, MoeConfig
 from hyradix.models.registry import Family
 
 Shapes = dict[str, tuple[int, ...]]
@@ -50,6 +50,8 @@ def _layer(config: ModelConfig, family: Family, mixer: str, mlp: str) -> Shapes:
 
 
 def _attention(config: ModelConfig) -> Shapes:
+    if config.latent is not None:
+        return _latent_attention(config, config.latent)
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
     is_gated = config.attention == "gated"
@@ -65,9 +67,22 @@ def _attention(config: ModelConfig) -> Shapes:
     return shapes
 
 
+def _latent_attention(config: ModelConfig, latent: LatentConfig) -> Shapes:
+    hidden, heads = config.hidden_size, config.num_heads
+    return {
+        "self_attn.q_proj.weight": (heads * (latent.nope + latent.shared), hidden),
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.rank + latent.shared, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.rank,),
+        "self_attn.kv_b_proj.weight": (heads * (latent.nope + latent.v_dim), latent.rank),
+        "self_attn.o_proj.weight": (hidden, heads * latent.v_dim),
+    }
+
+
 def _recurrent(config: ModelConfig, family: Family) -> Shapes:
     if config.mamba2 is not None:
         return _mamba2(config, config.mamba2, family)
+    if config.recurrence == "kda":
+        return {**family.recurrent_shapes(config), **_kda(config)}
     return {
         **family.recurrent_shapes(config),
         "linear_attn.conv1d.weight": (config.conv_channels, 1, config.conv_width),
@@ -92,6 +107,24 @@ def _mamba2(config: ModelConfig, mamba2: Mamba2Config, family: Family) -> Shapes
     if mamba2.has_conv_bias:
         shapes["mamba.conv1d.bias"] = (config.conv_channels,)
     return shapes
+
+
+def _kda(config: ModelConfig) -> Shapes:
+    hidden, heads, width = config.hidden_size, config.num_v_heads, config.conv_width
+    keys, values = heads * config.k_dim, heads * config.v_dim
+    return {
+        "self_attn.q_conv1d.weight": (keys, 1, width),
+        "self_attn.k_conv1d.weight": (keys, 1, width),
+        "self_attn.v_conv1d.weight": (values, 1, width),
+        "self_attn.A_log": (1, 1, heads, 1),
+        "self_attn.dt_bias": (keys,),
+        "self_attn.f_a_proj.weight": (config.v_dim, hidden),
+        "self_attn.f_b_proj.weight": (keys, config.v_dim),
+        "self_attn.g_a_proj.weight": (config.v_dim, hidden),
+        "self_attn.g_b_proj.weight": (values, config.v_dim),
+        "self_attn.o_norm.weight": (config.v_dim,),
+        "self_attn.o_proj.weight": (hidden, values),
+    }
 
 
 def _mlp(config: ModelConfig, moe: MoeConfig | None) -> Shapes:

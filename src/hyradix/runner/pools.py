@@ -25,13 +25,16 @@ from hyradix.request import StateOp, StateOpKind
 
 
 class KVPool:
-    """k, v: ``float32[L_a, num_kv_slots + 1, Hkv, D]``; with ``mtp`` its layer is the last."""
+    """k, v: ``float32[L_a, num_kv_slots + 1, Hkv, D]``; with ``mtp`` its layer is the last.
+
+    Models with latent KV keep one row per token, in ``k``, and have no layers of ``v``.
+    """
 
     def __init__(self, model: ModelConfig, num_slots: int, num_draft_layers: int = 0) -> None:
         num_layers = model.num_attention_layers + num_draft_layers
         shape = (num_layers, num_slots + 1, model.num_kv_heads, model.head_dim)
         self.k = torch.empty(shape)
-        self.v = torch.empty(shape)
+        self.v = torch.empty(0 if model.has_latent_kv else num_layers, *shape[1:])
 
     @property
     def num_bytes(self) -> int:

@@ -1,13 +1,13 @@
-"""Text to token ids and back, over the ``tokenizers`` library.
+"""Text to token ids and back, over the library that knows the vocabulary.
 
-Owns: the library object, end-of-sequence and special ids, the piece cache.
+Owns: the backend, end-of-sequence and special ids, the piece cache.
 Does not know: chats, requests, streams (``detokenizer.py`` decodes incrementally).
 Invariants: ids equal the library's for the same text; thread-safe.
 
 Control tokens in text: ``encode`` parses them, as users of other engines expect of a raw prompt.
 ``encode_pieces`` can treat marked text literally; ``chat_template.py`` uses it so that the text
 of a message cannot produce control tokens.
-Read next: ``pieces.py``, ``chat_template.py``.
+Read next: ``backend.py``, ``pieces.py``, ``chat_template.py``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from hyradix.errors import InvalidParameterError, ModelLoadError
+from hyradix.errors import ModelLoadError
 from hyradix.request import Int32Array
-from hyradix.text.byte_alphabet import token_to_bytes
+from hyradix.text import tiktoken_backend
+from hyradix.text.backend import Backend, LibraryBackend
 from hyradix.text.model_files import declared_eos_ids, special_tokens
-from hyradix.text.pieces import PieceCache, control_pattern, is_byte_level
+from hyradix.text.pieces import PieceCache
+from hyradix.text.tiktoken_backend import TiktokenBackend
 
 _CACHE_CHARS = 1 << 23
-_LONG_CHARS = 1 << 14
-"""Longer text is encoded without Python's lock, so that other threads run meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,51 +46,45 @@ class PieceEncoding:
 
 
 class Tokenizer:
-    """A tokenizer of one model."""
+    """A tokenizer of one model. backend: an object of the ``tokenizers`` library will do."""
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: Backend | tokenizers.Tokenizer,
         *,
         eos_token_ids: Iterable[int] = (),
         special_tokens: dict[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()
-        backend.no_padding()
-        self._backend = backend
+        if isinstance(backend, tokenizers.Tokenizer):
+            backend = LibraryBackend(backend)
+        self._backend: Backend = backend
         self._lock = threading.Lock()
-        self._pattern = control_pattern(backend)
+        self._pattern = backend.pattern
         self._cache = PieceCache(_CACHE_CHARS)
         self._bytes: dict[int, bytes] = {}
-        added = backend.get_added_tokens_decoder()
-        self._control_ids = {t.content: np.array([i], np.int32) for i, t in added.items()}
+        added = backend.control_tokens
+        self._control_ids = {t.text: np.array([t.id], np.int32) for t in added}
         self.special_tokens = dict(special_tokens or {})
         """Named special tokens, for templates."""
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        named = backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.special_ids = frozenset(t.id for t in added if t.is_special)
+        named = backend.token_id(self.special_tokens.get("eos_token", ""))
         eos = [*eos_token_ids, *([] if named is None else [named])]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
-        self.is_byte_level = is_byte_level(backend)
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.is_byte_level = backend.is_byte_level
+        self.vocab_size: int = backend.vocab_size
         """Tokens that have a text; a model's logits may be padded beyond it."""
-        self.longest_token: int = max(
-            map(len, backend.get_vocab(with_added_tokens=True)), default=1
-        )
+        self.longest_token: int = backend.longest_token
         """Characters that one token can stand for at most (before normalisation)."""
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Load from a model directory. Raises ``ModelLoadError``."""
+        """Load from a model directory: ``tokenizer.json``, else ``tiktoken.model``.
+
+        Raises ``ModelLoadError``.
+        """
         directory = Path(path)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise ModelLoadError(f"no tokenizer.json in {directory}")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelLoadError(f"cannot read {file}: {error}") from error
         return cls(
-            backend,
+            _find_backend(directory),
             eos_token_ids=declared_eos_ids(directory),
             special_tokens=special_tokens(directory),
         )
@@ -110,10 +104,10 @@ class Tokenizer:
         Raises:
             InvalidParameterError: the text is not valid Unicode (a lone surrogate).
         """
-        if not add_special_tokens or not self._backend.num_special_tokens_to_add(False):
+        if not add_special_tokens or not self._backend.adds_tokens:
             return self.encode_pieces(text).ids
         with self._lock:
-            return self._ids_of(text, add_special_tokens=True)
+            return self._backend.encode(text, adds_tokens=True)
 
     def encode_pieces(self, text: str, *, literal_mark: str = "") -> PieceEncoding:
         """Tokenise without adding special tokens, keeping where the pieces end.
@@ -127,7 +121,7 @@ class Tokenizer:
         if self._pattern is None:
             plain = text.replace(literal_mark, "") if literal_mark else text
             with self._lock:
-                ids = self._ids_of(plain)
+                ids = self._backend.encode(plain)
             return PieceEncoding(text, ids, [len(text)], [len(ids)])
         parts: list[Int32Array] = []
         char_ends: list[int] = []
@@ -176,17 +170,13 @@ class Tokenizer:
         """Text of ``ids``; invalid UTF-8 becomes U+FFFD. Ids without a text are left out."""
         listed = [int(i) for i in ids]
         with self._lock:
-            text: str = self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
-        return text
+            return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; empty when the id has no text."""
         cached = self._bytes.get(token_id)
         if cached is None:
-            token = self._backend.id_to_token(token_id)
-            is_plain = token_id in self.special_ids
-            cached = token_to_bytes(token or "", is_byte_level=self.is_byte_level or is_plain)
-            self._bytes[token_id] = cached
+            cached = self._bytes[token_id] = self._backend.token_bytes(token_id)
         return cached
 
     def token_text(self, token_id: int) -> str:
@@ -202,31 +192,16 @@ class Tokenizer:
         if ids is None:
             if literal_mark and literal_mark in piece:
                 # Not remembered: without its mark the piece would mean something else.
-                return self._literal_ids(piece.replace(literal_mark, ""))
-            ids = self._ids_of(piece)
+                return self._backend.encode(piece.replace(literal_mark, ""), literal=True)
+            ids = self._backend.encode(piece)
             self._cache.put(piece, ids)
         return ids
 
-    def _literal_ids(self, text: str) -> Int32Array:
-        self._backend.encode_special_tokens = True
-        try:
-            return self._ids_of(text)
-        finally:
-            self._backend.encode_special_tokens = False
 
-    def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> Int32Array:
-        try:
-            if len(text) > _LONG_CHARS:  # of the library's calls only the batch one lets go
-                (encoding,) = self._backend.encode_batch(
-                    [text], add_special_tokens=add_special_tokens
-                )
-            else:
-                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except (
-            TypeError,
-            UnicodeEncodeError,
-        ) as error:  # which one depends on the library's version
-            raise InvalidParameterError(
-                "the text is not valid Unicode (a lone surrogate)"
-            ) from error
-        return np.array(encoding.ids, dtype=np.int32)
+def _find_backend(directory: Path) -> Backend:
+    file = directory / "tokenizer.json"
+    if file.is_file():
+        return LibraryBackend.from_file(file)
+    if (directory / tiktoken_backend.FILE).is_file():
+        return TiktokenBackend.from_dir(directory)
+    raise ModelLoadError(f"no tokenizer.json in {directory}, and no {tiktoken_backend.FILE}")
