@@ -73,7 +73,7 @@ FORGET = 0.97
 SECOND_CHANCE = 0.4
 """Of the first drafts that fail, those that a wider tree is thought to catch at first."""
 PROBE_EVERY = 64
-"""Tokens that a request decodes without drafts before it is tried again; twice as many after each."""
+"""Steps without drafts before a request is tried again; twice as many after each."""
 PROBE_DEPTH = 2
 PROBE_SHARE = 16
 """While drafts do not pay in general, one of so many new requests is tried."""
@@ -153,7 +153,8 @@ class AutomaticDrafting(Drafting):
         tries = np.array([s.draft_tries for s in decodes])
         hits = np.array([s.draft_hits for s in decodes])
         own = (hits + PRIOR_WEIGHT * general[0]) / (tries + PRIOR_WEIGHT)
-        return np.clip(general * (own / general[0])[:, None], 0.0, 0.98)
+        chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, 0.98)
+        return chances
 
     def _choose_tree(
         self, decodes: Sequence[RequestState], acceptance: Floats, chain: Choice, costs: StepCosts
