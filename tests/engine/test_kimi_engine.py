@@ -99,7 +99,7 @@ def test_drafts_are_accepted_and_change_nothing(tmp_path):
     found = []
     for options in (
         {},
-        {"spec": "ngram", "spec_state": "snapshot"},
+        {"spec": "ngram", "spec_state": "snapshot", "spec_steps": 4},
         {"spec": "ngram", "spec_state": "replay", **tree},
         {"spec": "ngram", "spec_state": "log", **tree},
     ):
