@@ -35,9 +35,13 @@ REPEATS = 3
 
 
 class Rehearsal:
-    """Steps of ``num_rows`` decodes, run on the state pool's sink."""
+    """Steps of ``num_rows`` decodes on the state pool's sink.
 
-    def __init__(self, speculation: Speculation, num_rows: int) -> None:
+    KV: of the sink too, or, with ``has_slots``, spread over the pool as real rows' would be.
+    """
+
+    def __init__(self, speculation: Speculation, num_rows: int, *, has_slots: bool = False) -> None:
+        self._has_slots = has_slots
         self._parts = speculation
         self._model: Decoder = speculation.model
         self.num_rows = num_rows
@@ -60,10 +64,12 @@ class Rehearsal:
         self._pool_size = speculation.pools.kv.k.shape[1] - 1
 
     def __enter__(self) -> Rehearsal:
+        self._parts.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
+        if not self._has_slots:
+            return self
         width = min(self._tables.kv_slots.shape[1], CONTEXT + self._num_columns())
         slots = 1 + np.arange(self.num_rows * width, dtype=np.int32) % self._pool_size
         self._tables.kv_slots[: self.num_rows, :width] = slots.reshape(self.num_rows, width)
-        self._parts.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +186,7 @@ def measure_costs(speculation: Speculation) -> RoundCosts:
 
     found = []
     for size in sorted(set(sizes)):
-        with Rehearsal(speculation, size) as r:
+        with Rehearsal(speculation, size, has_slots=True) as r:
             plain = _seconds(partial(r.step, run))
             alone = _seconds(partial(r.verify, 1, run))
             tree = _seconds(partial(r.verify, nodes, run))
