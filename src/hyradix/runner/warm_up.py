@@ -61,10 +61,13 @@ class Rehearsal:
             num_slots=ones * (CONTEXT + 1),
         )
         self._tables = speculation.table
+        self._saved = self._tables.kv_slots[:0]
         self._pool_size = speculation.pools.kv.k.shape[1] - 1
 
     def __enter__(self) -> Rehearsal:
         self._parts.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
+        self._saved = self._tables.kv_slots[: self.num_rows].copy()
+        self._tables.kv_slots[: self.num_rows] = SINK
         if not self._has_slots:
             return self
         width = min(self._tables.kv_slots.shape[1], CONTEXT + self._num_columns())
@@ -73,7 +76,7 @@ class Rehearsal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tables.kv_slots[: self.num_rows] = 0
+        self._tables.kv_slots[: self.num_rows] = self._saved
         for row in range(self.num_rows):
             if self._parts.keeper is not None:
                 self._parts.keeper.enter(row)
