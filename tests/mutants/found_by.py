@@ -26,6 +26,7 @@ ORACLES = {
 FILES = {
     "invariants.py": "check()",
     "fake_runner.py": "fake runner",
+    "fake_states.py": "fake runner",
     "slot_watch.py": "harness",
     "drive.py": "harness",
     "harness.py": "harness",
