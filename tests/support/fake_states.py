@@ -102,6 +102,7 @@ class RowStates:
         """The working state at exactly ``fold.depth``; the row is done with."""
         assert self._config.defers_state, "nothing is deferred"
         assert self._slots.pop(fold.row) == fold.slot, "a fold of somebody else's working slot"
+        assert fold.row in self._held, "a fold of a row that has not decoded"
         held = self._held.pop(fold.row)
         count = fold.depth - held.base
         assert 0 <= count <= len(held.tokens), "a fold to a depth that the row does not hold"
