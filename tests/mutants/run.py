@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -74,6 +76,19 @@ def run(root: Path) -> dict[str, str]:
     return {**json.loads(verdict.read_text()), "seconds": f"{time.monotonic() - started:.0f}"}
 
 
+def try_fault(fault: Fault, roots: SimpleQueue[Path]) -> dict[str, str]:
+    """The verdict on one fault, planted in a tree that nobody else is using."""
+    root = roots.get()
+    try:
+        with fault.planted(root):
+            verdict = run(root)
+            if "killed" in verdict:  # by somebody else: that says nothing about the fault
+                verdict = run(root)
+        return verdict
+    finally:
+        roots.put(root)
+
+
 def row(number: int, fault: Fault, verdict: dict[str, str]) -> str:
     """One line of the table."""
     test = verdict.get("test", "")
@@ -119,24 +134,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="faults whose name or place contains this")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("--workers", type=int, default=1, help="faults planted at a time")
     options = parser.parse_args()
     faults = [f for f in load() if options.only in f"{f.place}: {f.name}"]
     rows, num_found, commit = [], 0, current_commit()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        copy(root)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
+        roots: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.workers):
+            copy(Path(folder) / str(number))
+            roots.put(Path(folder) / str(number))
         if options.out:
-            sound = run(root)
+            sound = run(Path(folder) / "0")
             assert "test" not in sound, f"the suite fails without a fault: {sound}"
-        for number, fault in enumerate(faults, 1):
-            with fault.planted(root):
-                verdict = run(root)
-                if "killed" in verdict:  # by somebody else: that says nothing about the fault
-                    verdict = run(root)
+        verdicts = pool.map(lambda fault: try_fault(fault, roots), faults)
+        for number, (fault, verdict) in enumerate(zip(faults, verdicts, strict=True), 1):
             num_found += "test" in verdict
             rows.append(row(number, fault, verdict))
             print(rows[-1], f"{verdict.get('seconds', '?')} s", flush=True)
-    command = "python tests/mutants/run.py --out benchmarks/results/mutants.md"
+    command = "python " + " ".join(["tests/mutants/run.py", *sys.argv[1:]])
     table = [*heading(command, commit, num_found, len(faults)), *rows]
     print(f"found: {num_found} of {len(faults)}")
     if options.out:

@@ -5,8 +5,9 @@ which decode rows are verified as trees. Does not know: how drafts are found, ho
 
 Invariants:
 - A verify leaves the pools' states as they were; they move in ``keep`` (snapshot) or later.
-- With a log every decode row is a tree (a root alone, without drafts): its state is read, not
-  written. Otherwise a row without drafts decodes in place.
+- With ``log`` and ``replay`` every decode row is a tree (a root alone, without drafts): a state
+  never runs past what the host has committed. With ``snapshot`` a row without drafts decodes in
+  place.
 Source: DESIGN section 6. Read next: ``spec_decode/proposer.py``, ``spec_decode/state_keeping.py``.
 """
 
@@ -82,7 +83,7 @@ class Speculation:
         rows, slots = batch.rows[index], batch.state_slots[index]
         self.keeper.begin(rows, slots, batch.starts[index], batch.committed[index])
         drafts = self._propose(batch, index)
-        if self.mode != "log":
+        if self.mode == "snapshot":
             is_drafted = np.diff(drafts.cu_nodes) > 1
             if not is_drafted.any():
                 return None
