@@ -30,7 +30,15 @@ from tests.support.demo import DemoEngines
 
 NEAR_TIE = 1e-4
 PROPOSERS = ("ngram", "mtp", "frozen_kv_mtp")
-SHAPES = {"chain3": (1, 3, 4), "tree8": (2, 3, 8), "tree63": (4, 6, 63)}
+SHAPES = {
+    "chain3": (1, 3, 4),
+    "tree8": (2, 3, 8),
+    "tree63": (4, 6, 63),
+    "tree21": (4, 3, 21),
+    "chain5": (1, 5, 6),
+}
+JUDGED = ("chain3", "tree8", "tree63")
+"""Shapes of the recorded run; the others are for tables of acceptance."""
 MODES = ("snapshot", "replay", "log")
 SAMPLING = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "top_p": 0.95}}
 MAX_TOKENS = 48
@@ -183,10 +191,11 @@ def compare(item: Served, tokens: list[int], outcome: Outcome) -> None:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """All that the arguments leave."""
-    product = itertools.product(
-        args.proposers, args.shapes, args.modes, (True, False), args.sampling
-    )
-    return [Case(*values) for values in product]
+    product = itertools.product(args.proposers, args.shapes, args.modes, args.cache, args.sampling)
+    return [
+        Case(proposer, shape, mode, cache == "on", sampling)
+        for proposer, shape, mode, cache, sampling in product
+    ]
 
 
 _engines: DemoEngines | None = None
@@ -210,12 +219,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--every", type=int, default=1, help="Take every N-th conversation.")
     parser.add_argument("--proposers", nargs="*", default=list(PROPOSERS))
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=list(JUDGED))
     parser.add_argument("--modes", nargs="*", default=list(MODES))
     parser.add_argument("--sampling", nargs="*", default=list(SAMPLING))
+    parser.add_argument("--cache", nargs="*", default=["on", "off"])
+    parser.add_argument("--sources", nargs="*", help="mt_bench, gsm8k, corpus; default: all.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    conversations = load_conversations(args.corpus)[:: args.every]
+    conversations = [
+        conversation
+        for conversation in load_conversations(args.corpus)[:: args.every]
+        if args.sources is None or conversation.source in args.sources
+    ]
     started = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         parts = [conversations[i :: args.workers] for i in range(args.workers)]
