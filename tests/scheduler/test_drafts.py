@@ -32,7 +32,7 @@ def decoding(h: Driver, n: int, max_tokens: int, seed: int = 1) -> Record:
 class NoDrafts(Drafting):
     """Never worth it."""
 
-    def limit(self, state: RequestState, num_decoding: int) -> tuple[int, int]:
+    def limit(self, state: RequestState) -> tuple[int, int]:
         return 1, 1
 
 
@@ -120,8 +120,8 @@ def test_slots_of_nodes_are_given_up_before_anybody_is_preempted() -> None:
 class FirstOnly(Drafting):
     """Drafts for the oldest request alone."""
 
-    def limit(self, state: RequestState, num_decoding: int) -> tuple[int, int]:
-        return super().limit(state, num_decoding) if state.arrival == 1 else (1, 1)
+    def limit(self, state: RequestState) -> tuple[int, int]:
+        return super().limit(state) if state.arrival == 1 else (1, 1)
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 2])
