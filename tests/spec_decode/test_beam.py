@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyradix.kernels.tree_recurrence.topology import check_parents
 from hyradix.spec_config import DraftShape
 from hyradix.spec_decode.beam import Beam
+from hyradix.spec_decode.chain import Chains
 from hyradix.spec_decode.drafts import Drafts
 
 VOCAB = 9
@@ -118,3 +120,27 @@ def test_what_is_no_probability_is_no_draft():
     assert frontier.trees.tolist() == [1, 1]
     beam.grow(np.array([[1, 2], [1, 2]]), np.full((2, 2), -1.0))
     assert beam.finish().num_nodes.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chains_are_beams_of_width_one(seed):
+    rng = np.random.default_rng(seed)
+    count, shape = 5, DraftShape(topk=1, steps=4, nodes=5)
+    roots = rng.integers(0, 9, count).astype(np.int32)
+    nodes, depth = (rng.integers(low, 7, count).astype(np.int32) for low in (1, 0))
+    both = Beam(roots, nodes, depth, shape), Chains(roots, nodes, depth, shape)
+    while True:
+        one, other = (grown.frontier() for grown in both)
+        assert (one is None) == (other is None)
+        if one is None or other is None:
+            break
+        names = ("depth", "trees", "token_ids", "paths")
+        for name in names if one.depth == 0 else (*names, "parents"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        tokens = rng.integers(0, 9, (len(one.trees), 1))
+        logprobs = np.where(rng.random(tokens.shape) < 0.15, np.nan, -1.0)
+        for grown in both:
+            grown.grow(tokens, logprobs)
+    one, other = (grown.finish() for grown in both)
+    for name in ("cu_nodes", "token_ids", "parents"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name

@@ -41,9 +41,9 @@ class DecoderBuilder:
         config, ops = self._config, self._ops
         head_weights = _take(tensors, f"{head_name}.") if head_name else {}
         weight_bytes = self._num_bytes(tensors)
-        weight = tensors.pop("model.embed_tokens.weight").to(self._dtype)
-        unembedding = None if config.is_tied else tensors.pop("lm_head.weight").to(self._dtype)
-        embedding = Embedding(ops, weight, unembedding, multiplier=config.embedding_multiplier)
+        source = tensors.pop("model.embed_tokens.weight")
+        unembedding = source if config.is_tied else tensors.pop("lm_head.weight")
+        embedding = self._embedding(source, unembedding, self._dtype)
         layers = [
             self._layers.layer(i, _take(tensors, f"model.layers.{i}."))
             for i in range(len(config.layers))
@@ -51,14 +51,42 @@ class DecoderBuilder:
         last = tensors.pop("model.norm.weight")
         norm = self._layers.norm(last, divisor=config.logits_divisor)
         assert not tensors, "expected_shapes and build disagree"
-        head = self._head(head_name, head_weights, embedding) if head_name else None
+        head = None
+        if head_name:
+            dtype = self._draft_dtype(head_weights)
+            head = self._head(
+                head_name, head_weights, self._embedding(source, unembedding, dtype), dtype
+            )
         return Decoder(config, ops, embedding, layers, norm, weight_bytes, head)
 
     def _num_bytes(self, tensors: Tensors) -> int:
         return sum(t.numel() for t in tensors.values()) * self._dtype.itemsize
 
-    def _head(self, name: HeadName, tensors: Tensors, embedding: Embedding) -> DraftHead:
-        make, num_bytes = self._layers, self._num_bytes(tensors)
+    def _embedding(
+        self, source: torch.Tensor, unembedding: torch.Tensor, dtype: torch.dtype
+    ) -> Embedding:
+        """``dtype``: of the matrix that gives logits; where the two are one and so are the types,
+        it is kept once."""
+        weight = source.to(self._dtype)
+        is_one = unembedding is source and dtype == self._dtype
+        return Embedding(
+            self._ops,
+            weight,
+            None if is_one else unembedding.to(dtype),
+            multiplier=self._config.embedding_multiplier,
+        )
+
+    def _draft_dtype(self, head: Tensors) -> torch.dtype:
+        """What reads least for a guess: bfloat16 weights as they were stored, where the backend
+        multiplies them by float32 activations."""
+        is_stored_so = all(tensor.dtype == torch.bfloat16 for tensor in head.values())
+        is_exact = self._ops.name == "compiled"
+        return torch.bfloat16 if is_stored_so and is_exact else self._dtype
+
+    def _head(
+        self, name: HeadName, tensors: Tensors, embedding: Embedding, dtype: torch.dtype
+    ) -> DraftHead:
+        make, num_bytes = self._layers.with_dtype(dtype), self._num_bytes(tensors)
         layer = _take(tensors, "layers.0.")
         norms = [make.norm(layer.pop(norm)) for norm in NORMS]
         index = self._config.num_attention_layers  # its KV follows the target's
@@ -67,7 +95,7 @@ class DecoderBuilder:
             name,
             self._ops,
             embedding,
-            tensors["fc.weight"].to(self._dtype),
+            tensors["fc.weight"].to(dtype),
             make.norm(tensors["pre_fc_norm_embedding.weight"]),
             make.norm(tensors["pre_fc_norm_hidden.weight"]),
             HeadLayer(norms[0], attention, norms[1], make.dense(layer)),

@@ -48,6 +48,10 @@ class LayerBuilder:
         self._dtype = dtype
         self._angles = angles
 
+    def with_dtype(self, dtype: torch.dtype) -> LayerBuilder:
+        """The same, for weights of another type."""
+        return LayerBuilder(self._config, self._family, self._ops, dtype, self._angles)
+
     def layer(self, i: int, layer: Tensors) -> DecoderLayer:
         """Layer ``i`` of the decoder."""
         mixer, mlp = self._config.blocks[i]

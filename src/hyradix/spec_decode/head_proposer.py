@@ -16,8 +16,8 @@ import torch
 from hyradix.kernels.ops import Array
 from hyradix.models.draft_heads import DraftHead
 from hyradix.request import BoolArray, Int32Array, Int64Array
-from hyradix.sampling.ordering import largest
 from hyradix.spec_decode.beam import Beam, FloatArray, Frontier
+from hyradix.spec_decode.chain import Chains
 from hyradix.spec_decode.drafts import Drafts
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
@@ -52,7 +52,8 @@ class HeadProposer(ABC):
         head, topk = self._head, batch.shape.topk
         roots = self._token_ids[batch.rows, batch.starts]
         max_nodes = np.where(self._is_ready(batch), batch.max_nodes, 1)
-        beam = Beam(roots, max_nodes, batch.max_depth, batch.shape)
+        grown = Chains if topk == 1 else Beam
+        beam = grown(roots, max_nodes, batch.max_depth, batch.shape)
         frontier = beam.frontier()
         if frontier is None:
             return beam.finish()
@@ -89,7 +90,14 @@ class HeadProposer(ABC):
 
 
 def children_of(logits: torch.Tensor, topk: int) -> tuple[Int64Array, FloatArray]:
-    """The likeliest tokens of ``[Q, V]`` and their log probabilities, best first; ``[Q, topk]``."""
-    ids = largest(logits, min(topk, logits.shape[-1]))
-    logprobs = logits.log_softmax(-1).gather(1, ids)
+    """The likeliest tokens of ``[Q, V]`` and their log probabilities, best first; ``[Q, topk]``.
+
+    Of one child only whether it is finite matters: its log probability is 0 or NaN.
+    """
+    if topk == 1:
+        best = logits.argmax(dim=-1, keepdim=True)
+        logprobs = logits.gather(1, best) * 0.0
+        return best.cpu().numpy(), logprobs.cpu().numpy()
+    values, ids = logits.topk(min(topk, logits.shape[-1]), dim=-1)
+    logprobs = values - logits.logsumexp(-1, keepdim=True)
     return ids.cpu().numpy(), logprobs.double().cpu().numpy()
