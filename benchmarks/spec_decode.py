@@ -78,9 +78,7 @@ def serve(way: Way, prompts: list[list[int]], name: str) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
         ids = np.asarray(prompt, dtype="<i4").tobytes()
-        request = Request(
-            request_id=f"{name}-{i}", prompt_token_ids=ids, sampling=params, seed=0
-        )
+        request = Request(request_id=f"{name}-{i}", prompt_token_ids=ids, sampling=params, seed=0)
         assert way.engine.add(request) is None
         replies[request.request_id] = []
     seconds = tokens = 0.0

@@ -49,6 +49,12 @@ class GreedySampler:
         ids = logits.argmax(1).numpy().astype(np.int32)
         return GreedyResult(ids, is_faulty, (None,) * len(rows))
 
+    def choose_plain(self, logits, rows):
+        return None
+
+    def is_end(self, row, token_id, position):
+        return False
+
     def logprobs_of(self, logits, token_ids, num_top):
         logprobs = logits.log_softmax(1)
         own = logprobs.gather(1, torch.from_numpy(token_ids).long()[:, None])

@@ -95,12 +95,9 @@ class Sampler:
         Cost: one argmax when all rows are greedy without penalties, biases or logprobs.
         """
         assert logits.shape == (len(rows), self._vocab_size), logits.shape
-        if self._is_plain[rows].all():
-            best = logits.argmax(dim=-1)
-            # argmax treats NaN as the largest: the value at it tells all faults.
-            is_faulty = ~logits.gather(1, best[:, None]).flatten().isfinite().cpu().numpy()
-            token_ids = np.where(is_faulty, 0, best.cpu().numpy()).astype(np.int32)
-            return SampleResult(token_ids, is_faulty, (None,) * len(rows))
+        plain = self.choose_plain(logits, rows)
+        if plain is not None:
+            return plain
         states = [self._row(int(row)) for row in rows]
         adjusted, is_faulty = self._adjust(logits, states, positions)
         picked = self._pick(adjusted, states, rows, positions)
@@ -109,6 +106,20 @@ class Sampler:
             if state.counts is not None and not bad:
                 state.counts.add(token)
         return SampleResult(token_ids, is_faulty, _logprobs(logits, states, token_ids, is_faulty))
+
+    def choose_plain(self, logits: torch.Tensor, rows: Int32Array) -> SampleResult | None:
+        """The best of every row of ``logits`` ``[P, V]``, if ``rows`` ask for nothing else.
+
+        P may be any number: each of the P then belongs to one of ``rows``, and nothing is counted.
+        None: some row samples, is penalised, or wants logprobs.
+        """
+        if not self._is_plain[rows].all():
+            return None
+        best = logits.argmax(dim=-1)
+        # argmax treats NaN as the largest: the value at it tells all faults.
+        is_faulty = ~logits.gather(1, best[:, None]).flatten().isfinite().cpu().numpy()
+        token_ids = np.where(is_faulty, 0, best.cpu().numpy()).astype(np.int32)
+        return SampleResult(token_ids, is_faulty, (None,) * len(logits))
 
     def is_end(self, row: int, token_id: int, position: int) -> bool:
         """Whether ``token_id`` at ``position`` ends the request, as the scheduler will see it."""

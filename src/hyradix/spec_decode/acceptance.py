@@ -51,6 +51,9 @@ class TokenSampler(Protocol):
     def sample(self, logits: torch.Tensor, rows: Int32Array, positions: Int64Array) -> SampleResult:
         """Choose a token per row of ``logits`` float32 ``[M, V]``."""
 
+    def choose_plain(self, logits: torch.Tensor, rows: Int32Array) -> SampleResult | None:
+        """The best of every row of ``logits``, if ``rows`` ask for nothing else."""
+
     def is_end(self, row: int, token_id: int, position: int) -> bool:
         """Whether ``token_id`` at ``position`` ends the request of ``row``."""
 
@@ -92,8 +95,9 @@ class Accepted:
 def follow(sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates) -> Accepted:
     """Walk every tree. logits: float32 ``[total, V]``, one row per node, in the trees' order.
 
-    Cost: one call of the sampler per depth reached.
+    Cost: one call of the sampler per depth reached; one in all where only the best are wanted.
     """
+    plain = sampler.choose_plain(logits, candidates.rows)
     trees = candidates.trees
     first = trees.cu_nodes[:-1].astype(np.int64)
     num_rows = len(candidates.rows)
@@ -105,11 +109,14 @@ def follow(sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates) 
     for depth in range(int(candidates.max_accepted.max(initial=0))):
         nodes = first[active] + [paths[i][-1] for i in active]
         places = candidates.positions[active].astype(np.int64) + (depth + 1)
-        at_all = len(nodes) == logits.shape[0] and depth == 0
-        chosen = logits if at_all else logits[torch.from_numpy(nodes).to(logits.device)]
-        result = sampler.sample(chosen, candidates.rows[active], places)
+        if plain is None:
+            at_all = len(nodes) == logits.shape[0] and depth == 0
+            chosen = logits if at_all else logits[torch.from_numpy(nodes).to(logits.device)]
+            result, at = sampler.sample(chosen, candidates.rows[active], places), range(len(nodes))
+        else:
+            result, at = plain, nodes.tolist()
         going = []
-        for j, i in enumerate(active):
+        for j, i, place in zip(at, active, places, strict=True):
             if result.is_faulty[j]:
                 is_faulty[i] = depth == 0
                 if depth:
@@ -122,7 +129,7 @@ def follow(sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates) 
             logprobs[i].append(result.logprobs[j])
             if len(paths[i]) < candidates.max_accepted[i]:
                 child = _child(trees, candidates.token_ids, i, paths[i][-1], token)
-                if child and not sampler.is_end(int(candidates.rows[i]), token, int(places[j])):
+                if child and not sampler.is_end(int(candidates.rows[i]), token, int(place)):
                     paths[i].append(child)
                     going.append(i)
         if not going:

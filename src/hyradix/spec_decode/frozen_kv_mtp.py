@@ -59,7 +59,6 @@ class FrozenKvMtpProposer(HeadProposer):
         token_ids: Int32Array,
         hidden: Array,
     ) -> Array:
-        each = np.arange(len(rows) + 1, dtype=np.int32)
         at = num_consumed - np.int32(1)
-        queries = RaggedQueries.of(each, rows, at, at, np.zeros_like(at), kv_table)
+        queries = RaggedQueries.singles(rows, at, np.zeros_like(at), kv_table)
         return self._head.forward(token_ids, hidden, queries, self._k, self._v)

@@ -144,6 +144,11 @@ class MtpProposer(HeadProposer):
     def _expand(self, batch: DraftRound, frontier: Frontier, hidden: Array) -> Array:
         """Each node sees pairs 1..n-1, then its path: the root's at column n, scratch behind it."""
         rows, starts = batch.rows[frontier.trees], batch.starts[frontier.trees]
+        if batch.shape.topk == 1:  # the path of a chain stands in columns n, n+1, ..
+            columns = starts + np.int32(frontier.depth)
+            own = self._kv_slots[rows, columns]
+            singles = RaggedQueries.singles(rows, columns, own, self._kv_slots, first=FIRST)
+            return self._head.forward(frontier.token_ids, hidden, singles, self._k, self._v)
         count, length = frontier.paths.shape
         each = np.arange(count + 1, dtype=np.int32)
         alone = FlatTrees(  # trees of one node: those above them were computed before

@@ -92,6 +92,24 @@ class RaggedQueries:
             long_rows, tokens, token_rows, lengths, tail_offsets, tail_columns,
         )  # fmt: skip
 
+    @classmethod
+    def singles(
+        cls,
+        rows: Int32Array,
+        positions: Int32Array,
+        write_slots: Int32Array,
+        kv_table: Int32Array,
+        *,
+        first: int = 0,
+    ) -> RaggedQueries:
+        """One token of each row, which sees the columns from ``first`` to its own."""
+        cu_seqlens = np.arange(len(rows) + 1, dtype=np.int32)
+        return cls(
+            cu_seqlens, rows, positions, positions, write_slots, kv_table, first, 0, (),
+            cu_seqlens[:-1], rows, positions + np.int32(1), np.zeros(len(rows) + 1, np.int32),
+            np.zeros(0, np.int32),
+        )  # fmt: skip
+
     @property
     def tree_tokens(self) -> range:
         """Where the nodes of the trees stand in ``short_tokens``."""
