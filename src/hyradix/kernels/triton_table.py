@@ -88,7 +88,7 @@ _STEP_LOG: dict[str, Rows[StepConfig]] = {
         (192, StepConfig(16, 1)),
     ),
 }
-_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32)),)}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
 _VERIFY: dict[str, Rows[VerifyConfig]] = {  # by nodes
     "default": ((1, VerifyConfig(16, 1)), (17, VerifyConfig(32, 4)), (33, VerifyConfig(32, 4))),
 }

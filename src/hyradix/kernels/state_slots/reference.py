@@ -37,8 +37,9 @@ def move_rows_(
     """tensor[:, rows[n], first + firsts[n] + j] = tensor[:, rows[n], first + sources[n, j]] for j
     up to counts[n], one j after the other.
 
-    tensors: (``[L, N+1, M, ...]``, first): where its first row stands. rows (all different), firsts,
-    counts: ``int[N]``; row 0 is padding. sources: ``int[N, J]``, ascending, none before its target.
+    tensors: (``[L, N+1, M, ...]``, first): where its first row stands. rows (all different),
+    firsts, counts: ``int[N]``; row 0 is padding. sources: ``int[N, J]``, ascending, none before its
+    target.
     """
     columns = (x.tolist() for x in (rows, sources, firsts, counts))
     for row, source, target, count in zip(*columns, strict=True):

@@ -23,8 +23,8 @@ import triton.language as tl
 from hyradix.kernels.triton_support import launch
 
 _FIELDS = tl.constexpr(6)
-BLOCK = 4096
-"""Words that one program moves: 16 KiB."""
+BLOCK = 2048
+"""Words that one program moves."""
 
 
 class Registry:
@@ -54,6 +54,11 @@ class Registry:
             strides = (int(x.stride(1) * scale), int(x.stride(0) * scale))
             entries.append([x.data_ptr() + first, self.num_programs, words, *strides, programs])
             self.num_programs += programs * x.shape[0]
+        per_vector = 16 // self.word_bytes
+        self.is_aligned = all(
+            address % 16 == 0 and words % per_vector == slot % per_vector == layer % per_vector == 0
+            for address, _, words, slot, layer, _ in entries
+        )
         table = torch.tensor(entries, dtype=torch.int64)
         self.table = table.to(self.tensors[0].device)
 
@@ -63,7 +68,8 @@ def move_slots_(registry: Registry, sources: torch.Tensor, targets: torch.Tensor
     launch(
         _move_slots_kernel,
         (registry.num_programs, sources.shape[0]),
-        registry.table, sources, targets, len(registry.tensors), registry.word_bytes, BLOCK,
+        registry.table, sources, targets,
+        len(registry.tensors), registry.word_bytes, registry.is_aligned, BLOCK,
     )  # fmt: skip
 
 
@@ -80,7 +86,7 @@ def move_rows_(
         _move_rows_kernel,
         (registry.num_programs, rows.shape[0]),
         registry.table, rows, sources, firsts, counts, sources.shape[1],
-        len(registry.tensors), registry.word_bytes, BLOCK,
+        len(registry.tensors), registry.word_bytes, registry.is_aligned, BLOCK,
     )  # fmt: skip
 
 
@@ -95,21 +101,31 @@ def _find(table, program, TENSORS: tl.constexpr):
 
 
 @triton.jit
-def _place(entry, program, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+def _field(entry, index: tl.constexpr, WORD_BYTES: tl.constexpr, ALIGNED: tl.constexpr):
+    """A number of words from the table; where it is one of whole vectors, the compiler is told."""
+    value = tl.load(entry + index)
+    if ALIGNED:
+        value = tl.multiple_of(value, 16 // WORD_BYTES)
+    return value
+
+
+@triton.jit
+def _place(entry, program, WORD_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Where a program's words stand in slot 0, and which of them there are."""
-    words = tl.load(entry + 2)
     per_layer = tl.load(entry + 5)
     inside = program - tl.load(entry + 1)
-    address = tl.load(entry)
-    pointer = address.to(tl.pointer_type(tl.int32 if WORD_BYTES == 4 else tl.int16))
+    pointer = tl.load(entry).to(tl.pointer_type(tl.int32 if WORD_BYTES == 4 else tl.int16))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    pointer += inside // per_layer * _field(entry, 4, WORD_BYTES, ALIGNED)
     word = inside % per_layer * BLOCK + tl.arange(0, BLOCK)
-    return pointer + inside // per_layer * tl.load(entry + 4) + word, word < words
+    return pointer + word, word < _field(entry, 2, WORD_BYTES, ALIGNED)
 
 
 @triton.jit
 def _move_slots_kernel(
     table, sources, targets,
-    TENSORS: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    TENSORS: tl.constexpr, WORD_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     target = tl.load(targets + tl.program_id(1)).to(tl.int64)
     if target == 0:
@@ -117,8 +133,8 @@ def _move_slots_kernel(
     source = tl.load(sources + tl.program_id(1)).to(tl.int64)
     program = tl.program_id(0).to(tl.int64)
     entry = _find(table, program, TENSORS)
-    places, mask = _place(entry, program, WORD_BYTES, BLOCK)
-    stride = tl.load(entry + 3)
+    places, mask = _place(entry, program, WORD_BYTES, ALIGNED, BLOCK)
+    stride = _field(entry, 3, WORD_BYTES, ALIGNED)
     words = tl.load(places + source * stride, mask=mask & (source >= 0), other=0)
     tl.store(places + target * stride, words, mask=mask)
 
@@ -126,7 +142,7 @@ def _move_slots_kernel(
 @triton.jit
 def _move_rows_kernel(
     table, rows, sources, firsts, counts, J: tl.constexpr,
-    TENSORS: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    TENSORS: tl.constexpr, WORD_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
     row = tl.load(rows + n).to(tl.int64)
@@ -135,9 +151,9 @@ def _move_rows_kernel(
         return
     program = tl.program_id(0).to(tl.int64)
     entry = _find(table, program, TENSORS)
-    places, mask = _place(entry, program, WORD_BYTES, BLOCK)
-    places += row * tl.load(entry + 3)
-    size = tl.load(entry + 2)
+    places, mask = _place(entry, program, WORD_BYTES, ALIGNED, BLOCK)
+    places += row * _field(entry, 3, WORD_BYTES, ALIGNED)
+    size = _field(entry, 2, WORD_BYTES, ALIGNED)
     target = tl.load(firsts + n)
     for j in range(count):
         source = tl.load(sources + n * J + j)
