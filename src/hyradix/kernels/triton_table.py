@@ -134,9 +134,8 @@ def attend_config(
         block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
         wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
         splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
-        return AttendConfig(
-            block_m, 64 if dim <= 128 else 32, splits, 8 if wide else 4, 2 if wide else 3
-        )
+        block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
+        return AttendConfig(block_m, block_n, splits, warps, stages)
     if wide:
         return AttendConfig(32, 32, 1, 8, 2)
     return AttendConfig(128, 64, 1, 8, 3 if dim <= 128 else 2)
