@@ -33,7 +33,7 @@ def test_norm_behind_a_sum(device, size):
     weight = normal(size, seed=2, dtype=torch.float32)
     expected = x.double() + residual.double()
     norm = reference.rms_norm(expected, weight.double(), 1e-6)
-    total, out = residual.to(device), poisoned(3, size, device=device)
+    total, out = residual.clone().to(device), poisoned(3, size, device=device)
     add_rms_norm(x.to(device), total, weight.to(device), 1e-6, total, out)
     assert error(total, expected) < 6e-3
     assert error(out, norm) < 6e-3
@@ -91,7 +91,7 @@ def test_products_with_what_is_fused(device, rows, size, outputs):
     out = poisoned(rows, outputs, device=device, dtype=dtype)
     few_rows_linear(given[0], half, out, config=config)
     assert error(out, a @ w[:outputs].T) < limit
-    out = residual.to(device)
+    out = residual.clone().to(device)
     few_rows_linear(given[0], half, out, residual=out, config=config)
     assert error(out, a @ w[:outputs].T + residual.double()) < limit
     out = poisoned(rows, outputs, device=device, dtype=dtype)
