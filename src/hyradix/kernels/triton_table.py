@@ -40,10 +40,12 @@ class FoldConfig:
 
 @dataclass(frozen=True, slots=True)
 class VerifyConfig:
-    """A masked tree verify: columns of d_v per program."""
+    """A masked tree verify: columns of d_v per program, d_k at a time."""
 
     block_v: int
     num_warps: int
+    block_k: int = 32
+    stages: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,11 @@ _STEP_LOG: dict[str, Rows[StepConfig]] = {
 }
 _FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
 _VERIFY: dict[str, Rows[VerifyConfig]] = {  # by nodes
-    "default": ((1, VerifyConfig(16, 1)), (17, VerifyConfig(32, 4)), (33, VerifyConfig(32, 4))),
+    "default": (
+        (1, VerifyConfig(16, 1, 16)),
+        (17, VerifyConfig(32, 4, 16)),
+        (33, VerifyConfig(32, 8, 32)),
+    ),
 }
 _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
     "default": (
