@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from hyradix.kernels.gated_delta_net.reference import MixerWeights
+from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, StepScratch
+from hyradix.kernels.tree_recurrence.layer_reference import columns_at
+from hyradix.kernels.tree_recurrence.ragged import window_taps
+from hyradix.kernels.tree_recurrence.rules import Rows
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
+from hyradix.kernels.tree_recurrence.state_log import folded
 
 NAN = float("nan")
 
@@ -121,3 +126,46 @@ def log_to(log: SpecLayer, device: torch.device) -> SpecLayer:
         u=u,
         g=g,
     )
+
+
+def wide(m: MixerWeights) -> MixerWeights:
+    """The weights in float64."""
+    conv, decay_rate, dt_bias, norm = (
+        x.double() for x in (m.conv, m.decay_rate, m.dt_bias, m.norm)
+    )
+    return MixerWeights(m.num_k_heads, conv, decay_rate, dt_bias, norm, m.eps)
+
+
+def mixed(case: MixerCase, conv: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """One token of each row that is no padding, in float64; zeros elsewhere."""
+    real = case.slots.nonzero().flatten()
+    n = len(real)
+    none = np.zeros(0, np.int32)
+    batch = RaggedStates(
+        np.arange(n + 1, dtype=np.int32),
+        case.slots[real].numpy(),
+        np.zeros(n + 1, np.int32),
+        none,
+        none,
+    )
+    out = torch.zeros(case.batch, case.shape.hv * case.shape.dv, dtype=torch.float64)
+    out[real] = mix(case.projected[real].double(), wide(case.mixer), batch, conv, state)
+    return out
+
+
+def folded_pools(
+    case: MixerCase, log: SpecLayer, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows and states in float64, the rows' logs folded in."""
+    conv, state = case.conv.double(), case.state.double()
+    width = case.shape.width
+    taps = torch.from_numpy(
+        window_taps(counts.int().numpy(), width=width, first_row=width - 1)
+    ).long()
+    for n in range(case.batch):
+        slot, row, count = int(case.slots[n]), int(case.log_rows[n]), int(counts[n])
+        rows = Rows(*(x[row : row + 1, :count].double() for x in (log.k, log.u, log.g)))
+        base = case.state[slot].double().unsqueeze(0)
+        state[slot] = folded(base, rows, torch.tensor([count]))[0]
+        conv[slot] = columns_at(case.conv[slot].double(), log.conv[row].double(), taps[n])
+    return conv, state

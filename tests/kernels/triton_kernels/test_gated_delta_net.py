@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
 from hyradix.kernels.gated_delta_net.triton import step_
 from hyradix.kernels.gated_delta_net.triton_log import log_step_
-from hyradix.kernels.tree_recurrence.layer_reference import columns_at
-from hyradix.kernels.tree_recurrence.ragged import window_taps
 from hyradix.kernels.tree_recurrence.rules import Rows
 from hyradix.kernels.tree_recurrence.state_log import folded
 from hyradix.kernels.triton_table import StepConfig
-from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, log_to
+from tests.kernels.triton_kernels.cases import (
+    NAN,
+    MixerCase,
+    MixerShape,
+    error,
+    folded_pools,
+    log_to,
+    mixed,
+)
 
 SHAPES = [MixerShape(2, 4, 8, 16), MixerShape(1, 3, 5, 7, 3)]
 CONFIGS = [StepConfig(4, 4), StepConfig(16, 1)]
-
-
-def reference(case: MixerCase, conv: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """One token of each row that is no padding, in float64; zeros elsewhere."""
-    real = case.slots.nonzero().flatten()
-    m = case.mixer
-    weights = MixerWeights(
-        m.num_k_heads, *(x.double() for x in (m.conv, m.decay_rate, m.dt_bias, m.norm)), m.eps
-    )
-    n = len(real)
-    none = np.zeros(0, np.int32)
-    batch = RaggedStates(
-        np.arange(n + 1, dtype=np.int32),
-        case.slots[real].numpy(),
-        np.zeros(n + 1, np.int32),
-        none,
-        none,
-    )
-    out = torch.zeros(case.batch, case.shape.hv * case.shape.dv, dtype=torch.float64)
-    out[real] = mix(case.projected[real].double(), weights, batch, conv, state)
-    return out
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,7 +36,7 @@ def test_step_in_place_equals_the_mixer(device, shape, config):
             case.projected.to(device), case.packed, case.slots.to(device), conv, state,
             case.scratch, out, config=config,
         )  # fmt: skip
-        expected = reference(case, expected_conv, expected_state)
+        expected = mixed(case, expected_conv, expected_state)
         assert error(out, expected) < 1e-5
         assert torch.equal(out[1].cpu(), torch.zeros(shape.hv * shape.dv))
         case.projected = case.projected.flip(0)
@@ -81,16 +64,8 @@ def test_step_by_log_equals_a_fold_and_the_mixer(device, shape, config):
     assert torch.equal(state.cpu().nan_to_num(7), case.state.nan_to_num(7))
     assert torch.equal(conv.cpu().nan_to_num(7), case.conv.nan_to_num(7))
 
-    expected_conv, expected_state = case.conv.double(), case.state.double()
-    taps = window_taps(counts.int().numpy(), width=shape.width, first_row=shape.width - 1)
-    for n in range(4):
-        slot, row, count = int(case.slots[n]), int(case.log_rows[n]), int(counts[n])
-        rows = Rows(*(x[row : row + 1, :count].double() for x in (log.k, log.u, log.g)))
-        base = case.state[slot].double().unsqueeze(0)
-        expected_state[slot] = folded(base, rows, torch.tensor([count]))[0]
-        window, columns = case.conv[slot].double(), log.conv[row].double()
-        expected_conv[slot] = columns_at(window, columns, torch.from_numpy(taps[n]).long())
-    expected = reference(case, expected_conv, expected_state)
+    expected_conv, expected_state = folded_pools(case, log, counts)
+    expected = mixed(case, expected_conv, expected_state)
     assert error(out, expected) < 1e-5
     for n in range(4):
         row, count, slot = int(case.log_rows[n]), int(counts[n]), int(case.slots[n])
@@ -113,7 +88,7 @@ def test_bfloat16_activations_leave_float32_states(device):
     case = MixerCase(SHAPES[0], 2, device, dtype=torch.bfloat16)
     conv, state = case.conv.to(device), case.state.to(device)
     expected_state = case.state.double()
-    expected = reference(case, case.conv.double(), expected_state)
+    expected = mixed(case, case.conv.double(), expected_state)
     out = torch.full(expected.shape, NAN, dtype=torch.bfloat16, device=device)
     step_(
         case.projected.to(device),

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hyradix.kernels.gated_delta_net.reference import MixerWeights
 from hyradix.kernels.gated_delta_net.tree_reference import mix_trees
 from hyradix.kernels.gated_delta_net.triton_tree import mix_trees_
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, taps_of
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_verify import DeviceTrees, TreeScratch
-from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, log_to
+from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, log_to, wide
 
 PARENTS = [[-1, 0, 0, 1, 2, 4, 4], [-1], [-1, 0, 1, 2]]
 
@@ -50,22 +49,17 @@ def test_trees_equal_the_torch_mixer(device, shape):
         conv, state, ours, scratch, out,
     )  # fmt: skip
 
-    m = case.mixer
-    weights = MixerWeights(
-        m.num_k_heads, *(x.double() for x in (m.conv, m.decay_rate, m.dt_bias, m.norm)), m.eps
-    )
-    wide = SpecLayer(
+    judged = SpecLayer(
         mode="log", first_node=log.first_node, num_log_rows=log.num_log_rows,
         **{name: getattr(log, name).double() for name in ("conv", "k", "u", "g")},
     )  # fmt: skip
     expected = torch.full(out.shape, NAN, dtype=torch.float64)
-    mix_trees(
-        projected.double(), weights, trees, case.conv.double(), case.state.double(), wide, expected
-    )
+    pools = case.conv.double(), case.state.double()
+    mix_trees(projected.double(), wide(case.mixer), trees, *pools, judged, expected)
     # outputs pass through tf32 on the device
     assert error(out[1:], expected[1:]) < (1e-5 if device.type == "cpu" else 2e-3)
     for name in ("k", "u", "g", "conv"):
-        x, y = getattr(ours, name).cpu(), getattr(wide, name)
+        x, y = getattr(ours, name).cpu(), getattr(judged, name)
         assert torch.equal(x.isnan(), y.isnan())
         assert error(x.nan_to_num(), y.nan_to_num()) < 1e-5
     assert torch.equal(state.cpu().nan_to_num(7), case.state.nan_to_num(7))
