@@ -105,6 +105,7 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
         (65_536, LinearConfig(64, 128, 4, 4)),
     ),
 }
+_LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
 _MULTIPROCESSORS: dict[str, int] = {"default": 132}
 
 
@@ -136,15 +137,13 @@ def attend_config(
     Splits fill the device about three times over, no more than 64 parts.
     """
     wide = dim > 256
-    if rows <= 64:
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
-        wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
-        splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
-        block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
-        return AttendConfig(block_m, block_n, splits, warps, stages)
-    if wide:
-        return AttendConfig(32, 32, 1, 8, 2)
-    return AttendConfig(128, 64, 1, 8, 3 if dim <= 128 else 2)
+    if not can_split and rows > 64:
+        return AttendConfig(32, 32, 1, 8, 2) if wide else _LONG[dim > 128]
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
+    block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
+    wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
+    splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
+    return AttendConfig(block_m, block_n, splits, warps, stages)
 
 
 def _of(table: dict[str, C], device: torch.device) -> C:
