@@ -85,7 +85,7 @@ def _run_workers(options: argparse.Namespace) -> list[dict[str, Any]]:
             [sys.executable, __file__, *arguments, "--worker", name],
             stdout=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         for name in _sections(options)
     }
     checks: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ CONFIGS = [StepConfig(4, 4), StepConfig(16, 1)]
 @pytest.mark.parametrize("config", CONFIGS)
 def test_step_in_place_equals_the_mixer(device, shape, config):
     case = MixerCase(shape, 3, device)
-    conv, state = case.conv.to(device), case.state.to(device)
+    conv, state = case.conv.clone().to(device), case.state.clone().to(device)
     expected_conv, expected_state = case.conv.double(), case.state.double()
     for _ in range(2):  # the counters are 0 again, the windows have moved
         out = torch.full((3, shape.hv * shape.dv), NAN, device=device)
@@ -55,7 +55,11 @@ def test_step_by_log_equals_a_fold_and_the_mixer(device, shape, config):
     case = MixerCase(shape, 4, device, num_log_rows=5, num_nodes=2)
     counts = torch.tensor([0, 3, 1, 4])
     log = case.log(counts)
-    conv, state, ours = case.conv.to(device), case.state.to(device), log_to(log, device)
+    conv, state, ours = (
+        case.conv.clone().to(device),
+        case.state.clone().to(device),
+        log_to(log, device),
+    )
     out = torch.full((4, shape.hv * shape.dv), NAN, device=device)
     log_step_(
         case.projected.to(device), case.packed, case.slots.to(device), case.log_rows.to(device),
@@ -86,7 +90,7 @@ def test_step_by_log_equals_a_fold_and_the_mixer(device, shape, config):
 
 def test_bfloat16_activations_leave_float32_states(device):
     case = MixerCase(SHAPES[0], 2, device, dtype=torch.bfloat16)
-    conv, state = case.conv.to(device), case.state.to(device)
+    conv, state = case.conv.clone().to(device), case.state.clone().to(device)
     expected_state = case.state.double()
     expected = mixed(case, case.conv.double(), expected_state)
     out = torch.full(expected.shape, NAN, dtype=torch.bfloat16, device=device)

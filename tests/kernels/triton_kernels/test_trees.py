@@ -42,7 +42,7 @@ def test_trees_equal_the_torch_mixer(device, shape):
     scratch = TreeScratch(tokens, shape.hk, shape.hv, shape.dk, shape.dv, device)
     for x in (scratch.q, scratch.beta, scratch.o):
         x.fill_(NAN)
-    conv, state = case.conv.to(device), case.state.to(device)
+    conv, state = case.conv.clone().to(device), case.state.clone().to(device)
     out = torch.full((tokens, shape.hv * shape.dv), NAN, device=device)
     mix_trees_(
         projected.to(device), case.packed, DeviceTrees.of(trees, 8, device, padded_to=4),
