@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from benchmarks.figures import save  # noqa: E402
 from benchmarks.gpu.bench import BANDWIDTH, Bench, time_bench  # noqa: E402
 
-SECTIONS = ("recurrent", "keeping", "attention", "dense")
+SECTIONS = ("recurrent", "keeping", "attention", "dense", "rules")
 
 
 def main() -> int:
@@ -89,8 +89,13 @@ def _run_workers(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name in _sections(options)
     }
     checks: list[dict[str, Any]] = []
+    deadline = time.monotonic() + options.budget
     for name, worker in workers.items():
-        output, _ = worker.communicate(timeout=max(options.budget, 60.0))
+        try:
+            output, _ = worker.communicate(timeout=max(deadline - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            output, _ = worker.communicate()
         lines = [line for line in output.splitlines() if line.startswith('{"name"')]
         checks += [json.loads(line) for line in lines]
         if worker.returncode:

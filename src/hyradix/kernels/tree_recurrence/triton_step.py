@@ -148,13 +148,20 @@ def _step_kernel(
         k_inside = is_row[:, None] & in_k[None, :]
         us = load32(log_u + j[:, None] * (HV * DV) + column[None, :], u_inside)
         keys = load32(log_k + j[:, None] * (HK * DK) + d[None, :], k_inside)
-        next_place = log_g + (j[:, None] + 1) * (HV * DG) + dg[None, :]
-        later = load32(next_place, (j[:, None] + 1 < count) & in_k[None, :])
-        after = tl.cumsum(later, 0, reverse=True) + g[None, :]  # from a row to this token
-        keys *= tl.exp(after)
-        first = load32(log_g + dg, in_k & (count > 0))
-        state_now = base * tl.exp(g + first + tl.sum(later, 0))[:, None]
-        k_keys, q_keys = tl.sum(keys * k[None, :], 1), tl.sum(keys * q[None, :], 1)
+        if DG > 1:
+            place_g = log_g + j[:, None] * (HV * DG) + d[None, :]
+            later = load32(place_g + HV * DG, (j[:, None] + 1 < count) & in_k[None, :])
+            # from a row to this token, by channel
+            keys *= tl.exp(tl.cumsum(later, 0, reverse=True) + g[None, :])
+            first = load32(log_g + d, in_k & (count > 0))
+            whole, ratio = first + tl.sum(later, 0), tl.where(is_row, 1.0, 0.0)
+        else:
+            row_g = load32(log_g + j * HV, is_row)
+            one_g = tl.load(all_g + token * HV + head).to(tl.float32)
+            after = tl.sum(tl.where(j[None, :] > j[:, None], row_g[None, :], 0.0), 1)
+            whole, ratio = tl.sum(row_g, 0), tl.where(is_row, tl.exp(after + one_g), 0.0)
+        state_now = base * tl.exp(g + whole)[:, None]
+        k_keys, q_keys = tl.sum(keys * k[None, :], 1) * ratio, tl.sum(keys * q[None, :], 1) * ratio
         read = tl.sum(state_now * k[:, None], 0) + tl.sum(us * k_keys[:, None], 0)
         o = tl.sum(state_now * q[:, None], 0) + tl.sum(us * q_keys[:, None], 0)
         u = beta * (v - read) if HAS_DELTA else beta * v
