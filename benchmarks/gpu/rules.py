@@ -20,6 +20,7 @@ from hyradix.kernels.tree_recurrence.triton_step import log_step_, step_
 from hyradix.kernels.tree_recurrence.triton_verify import TreeScratch, verify_nodes_
 from tests.kernels.tree_recurrence.cases import make_case, parts
 from tests.kernels.triton_kernels.cases import NAN, error
+from tests.kernels.triton_kernels.test_families import CASES, kda_case, mamba2_case, run_steps
 from tests.kernels.triton_kernels.test_verify_rules import spec_of, trees_of
 
 SHAPES = {KDA: ((32, 32), (128, 128)), MAMBA2: ((1, 48), (128, 64))}
@@ -33,6 +34,13 @@ def checks(device: torch.device) -> Iterator[Check]:
             yield from _check_steps(rule, heads, dims, device)
             yield from _check_verify(rule, heads, dims, device)
     yield from _check_conv(device)
+    families = {
+        **CASES,
+        "kda 48b": (kda_case, 32, 32, 128, 128, None),
+        "mamba2 48 heads": (mamba2_case, 1, 48, 128, 64, (0.0, float("inf"))),
+    }
+    for name, case in families.items():
+        yield Check(f"{name}: steps of a family", run_steps(device, *case), 1e-5)
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:

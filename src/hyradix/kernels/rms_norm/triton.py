@@ -50,20 +50,27 @@ def gated_rms_norm(
     *,
     gate_first: bool = False,
     activation: str = "silu",
+    skip: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """rms_norm(x) * act(gate), or (gate_first, Mamba2) rms_norm(x * act(gate)), by groups.
+
+    x is x + skip * v where those are given: skip ``float32[groups, V]``, v as x.
 
     x, gate, out: ``[T, groups, V]``, the last dimension dense. weight: ``float32[V]`` or
     ``float32[groups, V]``. activation: "silu" or (KDA) "sigmoid".
     """
     tokens, groups, size = x.shape
     assert x.stride(2) == gate.stride(2) == out.stride(2) == 1
+    assert v is None or v.stride(2) == 1
+    other = x if v is None else v
     launch(
         _gated_norm_kernel,
         (tokens, groups),
         x, *x.stride()[:2], gate, *gate.stride()[:2], weight,
-        weight.stride(0) if weight.ndim == 2 else 0, eps, out, *out.stride()[:2],
-        gate_first, activation == "silu", size, power_of_two(size),
+        weight.stride(0) if weight.ndim == 2 else 0, weight if skip is None else skip, other,
+        *other.stride()[:2], eps, out, *out.stride()[:2],
+        skip is not None, gate_first, activation == "silu", size, power_of_two(size),
         num_warps=1 if size <= 512 else 4,
     )  # fmt: skip
     return out
@@ -87,14 +94,18 @@ def _add_norm_kernel(
 
 @triton.jit
 def _gated_norm_kernel(
-    x, x_token, x_group, gate, gate_token, gate_group, weight, weight_group, eps,
-    out, out_token, out_group,
-    GATE_FIRST: tl.constexpr, IS_SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_token, x_group, gate, gate_token, gate_group, weight, weight_group,
+    skip, v, v_token, v_group, eps, out, out_token, out_group,
+    HAS_SKIP: tl.constexpr, GATE_FIRST: tl.constexpr, IS_SILU: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK)
     mask = c < SIZE
     value = load32(x + token * x_token + group * x_group + c, mask)
+    if HAS_SKIP:
+        skipped = load32(v + token * v_token + group * v_group + c, mask)
+        value += skipped * load32(skip + group * SIZE + c, mask)
     z = load32(gate + token * gate_token + group * gate_group + c, mask)
     factor = silu(z) if IS_SILU else sigmoid(z)
     if GATE_FIRST:

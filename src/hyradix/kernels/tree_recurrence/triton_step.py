@@ -42,8 +42,9 @@ def step_(
 ) -> torch.Tensor:
     """One token of each row, in place.
 
-    Args: q, k ``[N, Hk, K]``, v ``[N, Hv, V]``, g ``[N, Hv, 1 or K]``, beta ``[N, Hv]``, dense and
-    as in ``rules.py``. slots ``int32[N]``. state ``float32[slots, Hv, K, V]``. out ``[N, Hv, V]``.
+    Args: q, k ``[N, Hk, K]``, v ``[N, Hv, V]``, g ``[N, Hv, 1 or K]``, beta ``[N, Hv]``, as in
+    ``rules.py``; a token's q, k and v may be parts of a longer row. slots ``int32[N]``. state
+    ``float32[slots, Hv, K, V]``. out ``[N, Hv, V]``.
     """
     return _launch(rule, q, k, v, g, beta, slots, state, out, None, None, None, config)
 
@@ -86,8 +87,10 @@ def _launch(
 ) -> torch.Tensor:
     num_tokens, num_k_heads, dk = k.shape
     num_v_heads, dv = v.shape[1:]
-    for x in (q, k, v, g, beta, state, out):
+    for x in (g, beta, state, out):
         assert x.is_contiguous()
+    for x in (q, k, v):
+        assert x.stride()[1:] == (x.shape[2], 1)
     config = config or step_config(state.device, num_tokens, is_log=log is not None)
     block_v = min(config.block_v, power_of_two(dv))
     blocks = triton.cdiv(dv, block_v)
@@ -96,8 +99,8 @@ def _launch(
     launch(
         _step_kernel,
         (num_tokens * num_v_heads * blocks,),
-        q, k, v, g, beta, slots, slots if rows is None else rows,
-        slots if num_log_rows is None else num_log_rows, state,
+        q, q.stride(0), k, k.stride(0), v, v.stride(0), g, beta, slots,
+        slots if rows is None else rows, slots if num_log_rows is None else num_log_rows, state,
         arrays[0], arrays[0].stride(0), arrays[1], arrays[1].stride(0),
         arrays[2], arrays[2].stride(0), out,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, g.shape[2], num_rows, power_of_two(dk),
@@ -109,8 +112,8 @@ def _launch(
 
 @triton.jit
 def _step_kernel(
-    all_q, all_k, all_v, all_g, all_beta, slots, rows, num_log_rows, state,
-    log_k, k_stride, log_u, u_stride, log_g, g_stride, out,
+    all_q, q_token, all_k, k_token, all_v, v_token, all_g, all_beta, slots, rows, num_log_rows,
+    state, log_k, k_stride, log_u, u_stride, log_g, g_stride, out,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr,
@@ -128,9 +131,9 @@ def _step_kernel(
         tl.store(o_place, tl.zeros([BV], out.dtype.element_ty), mask=in_v)
         return
     dg = d if DG > 1 else d * 0
-    q = load32(all_q + (token * HK + head // RATIO) * DK + d, in_k)
-    k = load32(all_k + (token * HK + head // RATIO) * DK + d, in_k)
-    v = load32(all_v + (token * HV + head) * DV + column, in_v)
+    q = load32(all_q + token * q_token + head // RATIO * DK + d, in_k)
+    k = load32(all_k + token * k_token + head // RATIO * DK + d, in_k)
+    v = load32(all_v + token * v_token + head * DV + column, in_v)
     g = load32(all_g + (token * HV + head) * DG + dg, in_k)
     beta = tl.load(all_beta + token * HV + head).to(tl.float32)
     place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
