@@ -50,8 +50,17 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x); above 20 that is x (torch's threshold)."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + e^x), near float32 for every x; above 20 that is x (torch's threshold).
+
+    Slow decays are small values, and their errors add up over a sequence: what 1 + e loses of e
+    is put back by the factor e / ((1 + e) - 1).
+    """
+    e = tl.exp(tl.minimum(x, 20.0))
+    rounded = 1.0 + e
+    kept = rounded - 1.0
+    is_lost = kept == 0.0
+    small = tl.where(is_lost, e, tl.log(rounded) * (e / tl.where(is_lost, 1.0, kept)))
+    return tl.where(x > 20.0, x, small)
 
 
 @triton.jit

@@ -5,18 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
+from hyradix.kernels.activation import reference as swiglu_reference
+from hyradix.kernels.activation.triton import swiglu
 from hyradix.kernels.embedding import reference as embedding_reference
 from hyradix.kernels.embedding.triton import embed
 from hyradix.kernels.linear.triton import few_rows_linear
 from hyradix.kernels.rms_norm import reference
 from hyradix.kernels.rms_norm.triton import add_rms_norm, gated_rms_norm
-from hyradix.kernels.activation import reference as swiglu_reference
-from hyradix.kernels.activation.triton import swiglu
+from hyradix.kernels.triton_support import launch, softplus
 from hyradix.kernels.triton_table import LinearConfig
 from tests.kernels.triton_kernels.cases import NAN, error
 
 BFLOAT16 = torch.bfloat16
+
+
+@triton.jit
+def _softplus_kernel(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, softplus(tl.load(x + i)))
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
@@ -97,3 +106,11 @@ def test_products_with_what_is_fused(device, rows, size, outputs):
     out = poisoned(rows, outputs, device=device, dtype=dtype)
     few_rows_linear(*given, out, norm=norm.to(device), eps=1e-6, is_swiglu=True, config=config)
     assert error(out, swiglu_reference.swiglu(normed @ w.T)) < limit
+
+
+def test_small_softplus_keeps_its_digits(device):
+    x = torch.linspace(-40, 40, 256)
+    out = torch.empty(256, device=device)
+    launch(_softplus_kernel, (1,), x.to(device), out, 256)
+    expected = x.double().exp().log1p()
+    assert float(((out.cpu().double() - expected) / expected).abs().max()) < 3e-6
