@@ -49,6 +49,15 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkConfig:
+    """Chunks of a prefill: columns of d_v that a program passes on, warps of both launches."""
+
+    block_v: int
+    solve_warps: int
+    pass_warps: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttendConfig:
     """Attention: query rows (tokens x heads of a group) and keys at a time, parts of the keys."""
 
@@ -105,6 +114,7 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
         (65_536, LinearConfig(64, 128, 4, 4)),
     ),
 }
+_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
 _MULTIPROCESSORS: dict[str, int] = {"default": 132}
 
@@ -122,6 +132,11 @@ def fold_config(device: torch.device, batch: int) -> FoldConfig:
 def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
     """For trees of up to ``nodes`` nodes."""
     return _choose(_VERIFY, device, nodes)
+
+
+def chunk_config(device: torch.device) -> ChunkConfig:
+    """For a prefill of recurrent layers."""
+    return _of(_CHUNK, device)
 
 
 def linear_config(device: torch.device, outputs: int) -> LinearConfig:
