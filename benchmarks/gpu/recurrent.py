@@ -66,7 +66,7 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
 
 def _check_step(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
     case = MixerCase(shape, 5, device, dtype=BFLOAT16)
-    conv, state = case.conv.to(device), case.state.to(device)
+    conv, state = case.conv.clone().to(device), case.state.clone().to(device)
     out = torch.full((5, shape.hv * shape.dv), NAN, dtype=BFLOAT16, device=device)
     expected_conv, expected_state = case.conv.double(), case.state.double()
     for _ in range(3):
