@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from hyradix.kernels.activation import reference as swiglu_reference
+from hyradix.kernels.activation.triton import swiglu
 from hyradix.kernels.embedding.triton import embed
 from hyradix.kernels.linear.triton import few_rows_linear
 from hyradix.kernels.rms_norm import reference
 from hyradix.kernels.rms_norm.triton import add_rms_norm, gated_rms_norm
-from hyradix.kernels.activation import reference as swiglu_reference
-from hyradix.kernels.activation.triton import swiglu
 from hyradix.kernels.triton_table import LinearConfig
 from tests.kernels.triton_kernels.cases import NAN, error
 
