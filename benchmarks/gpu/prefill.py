@@ -1,0 +1,97 @@
+"""Checks and timings of prefill through a recurrent layer: ragged convolution, chunks, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.bench import Bench, Call, Check
+from benchmarks.gpu.recurrent import B4, BFLOAT16, SHAPES
+from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
+from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer
+from hyradix.kernels.gated_delta_net.triton_prefill import DeviceStates, mix_
+from hyradix.kernels.gated_delta_rule.triton import ChunkScratch
+from hyradix.kernels.triton_table import ChunkConfig
+from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, wide
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    for shape in SHAPES:
+        yield from _check(shape, device)
+
+
+def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
+    configs: list[ChunkConfig | None] = [None]
+    if tune:
+        configs += [ChunkConfig(v, s, p) for v in (16, 32) for s in (4, 8) for p in (4, 8)]
+    for lengths in ([8_192], [512], [1_024] * 8, [16] * 64):
+        for config in configs:
+            yield _bench(lengths, config, device)
+
+
+def _ragged(lengths: list[int], saves: list[tuple[int, int, int]]) -> RaggedStates:
+    """Sequences from slots 1, 2, ..; saves: (sequence, count, slot), sorted."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    for sequence, _, _ in saves:
+        offsets[sequence + 1 :] += 1
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    slots = np.arange(1, len(lengths) + 1, dtype=np.int32)
+    at, there = (np.array([x[i] for x in saves], np.int32) for i in (1, 2))
+    return RaggedStates(cu, slots, offsets, at, there)
+
+
+def _check(shape: MixerShape, device: torch.device) -> Iterator[Check]:
+    case = MixerCase(shape, 9, device, dtype=BFLOAT16)
+    lengths = [333, 1, 70, 2]
+    batch = _ragged(lengths, [(0, 1, 6), (0, 65, 7), (0, 332, 8), (2, 64, 9)])
+    total = sum(lengths)
+    projected = case.normal(total, shape.projected).to(BFLOAT16)
+    scratch = ChunkScratch(total, shape.hk, shape.hv, shape.dk, shape.dv, device)
+    conv, state = case.conv.clone().to(device), case.state.clone().to(device)
+    out = torch.full((total, shape.hv * shape.dv), NAN, dtype=BFLOAT16, device=device)
+    states = DeviceStates.of(batch, device)
+    mix_(projected.to(device), case.packed, states, conv, state, scratch, out)
+    expected_conv, expected_state = case.conv.double(), case.state.double()
+    pools = expected_conv, expected_state
+    expected = mix(projected.double(), wide(case.mixer), batch, *pools)
+    name = f"prefill, {shape.hk}/{shape.hv} heads of {shape.dk}x{shape.dv}"
+    yield Check(name, error(out, expected), 1e-2)
+    written = [1, 2, 3, 4, 6, 7, 8, 9]
+    yield Check(f"{name}: states", error(state[written], expected_state[written]), 1e-5)
+    same = torch.equal(conv[1:9].cpu().double(), expected_conv[1:9])
+    yield Check(f"{name}: windows", 0.0 if same else 1.0, 0.0)
+
+
+def _bench(lengths: list[int], config: ChunkConfig | None, device: torch.device) -> Bench:
+    total, count, s = sum(lengths), len(lengths), B4
+
+    def build(sets: int) -> list[Call]:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device)
+
+        weights = PackedMixer.of(
+            MixerWeights(
+                s.hk, normal(s.channels, s.width) * 0.5, -torch.rand(s.hv, device=device),
+                normal(s.hv), normal(s.dv), 1e-6,
+            ),
+            device,
+        )  # fmt: skip
+        batch = DeviceStates.of(_ragged(lengths, []), device)
+        scratch = ChunkScratch(total, s.hk, s.hv, s.dk, s.dv, device)
+        out = torch.empty(total, s.hv * s.dv, dtype=BFLOAT16, device=device)
+
+        def call() -> Call:
+            x = normal(total, s.projected).to(BFLOAT16)
+            conv = normal(count + 1, s.width - 1, s.channels)
+            state = normal(count + 1, s.hv, s.dk, s.dv)
+            return lambda: mix_(x, weights, batch, conv, state, scratch, out, config=config)
+
+        return [call() for _ in range(min(sets, 4))]
+
+    num_bytes = total * (s.projected + s.hv * s.dv) * 2 + 2 * count * s.hv * s.dk * s.dv * 4
+    # with chunks of 64: k k^T, q k^T, T k, T v; then w S, q S, (q k) u, k^T u
+    flops = total * s.hv * 2 * (64 * (3 * s.dk + 2 * s.dv) + 3 * s.dk * s.dv)
+    name = f"gdn prefill, {count} x {lengths[0]}"
+    return Bench(name, count, num_bytes, build, flops, "" if config is None else str(config))

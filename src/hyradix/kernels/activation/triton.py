@@ -1,0 +1,34 @@
+"""silu(gate) * up in one pass. Owns: ``swiglu``. Read next: ``reference.py``."""
+# mypy: ignore-errors
+# (kernels are typed by Triton, not by annotations)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hyradix.kernels.triton_support import launch, load32, silu, store
+
+_BLOCK = 1024
+
+
+def swiglu(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``[T, 2I]`` (gates, then ups) -> out ``[T, I]``; sums in float32."""
+    assert gate_up.stride(1) == out.stride(1) == 1
+    size = out.shape[1]
+    launch(
+        _swiglu_kernel,
+        (gate_up.shape[0], triton.cdiv(size, _BLOCK)),
+        gate_up, gate_up.stride(0), out, out.stride(0), size, _BLOCK,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, stride, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = load32(gate_up + token * stride + i, i < SIZE)
+    up = load32(gate_up + token * stride + SIZE + i, i < SIZE)
+    store(out + token * out_stride + i, silu(gate) * up, i < SIZE)

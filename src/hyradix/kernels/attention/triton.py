@@ -1,0 +1,248 @@
+"""Attention over KV slots on the GPU: decode, draft trees and prefill behind a cached prefix.
+
+Owns: which rows and keys a program takes, the two masks, the parts of a long row and their sum.
+Does not know: who owns a slot, norms and rotation (``triton_write.py``).
+
+A block is some consecutive tokens of one batch row; its query rows are those tokens times the heads
+of one KV head, so a key is read once for all of them. Keys are gathered slot by slot.
+
+Invariants:
+- A token of a row that starts at ``start`` sees columns [first, start) of its table row, and behind
+  those, of the row's own tokens, the ones up to itself or (trees) those of its path.
+- Columns that nobody may see are not read: sinks and freed slots may hold NaN.
+- A row that sees nothing gives zeros.
+Read next: ``reference.py``, ``queries.py`` (the readable twins).
+"""
+# mypy: ignore-errors
+# (kernels are typed by Triton, not by annotations)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from hyradix.kernels.attention.queries import Int32Array
+from hyradix.kernels.triton_support import divisor, launch, load32, power_of_two, sigmoid, store
+from hyradix.kernels.triton_table import AttendConfig
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceQueries:
+    """What each token sees; tensors on the device.
+
+    cu_seqlens: ``int32[N+1]``. rows, starts: ``int32[N]`` table rows, first positions (-1 with one
+    token: sees nothing). blocks: ``int32[B, 2]`` (batch row, its first token in the block), see
+    ``query_blocks``. ancestors: ``int64[T]`` or None: bit j: the token sees the row's own token j
+    (trees, at most 64 tokens a row). kv_table: ``int32[max_requests, max_context]``.
+    """
+
+    cu_seqlens: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+    blocks: torch.Tensor
+    kv_table: torch.Tensor
+    ancestors: torch.Tensor | None = None
+    first: int = 0
+
+
+class AttendScratch:
+    """Parts of outputs, for ``capacity`` (token, split) pairs at most; layers use it in turn."""
+
+    def __init__(self, capacity: int, num_heads: int, v_dim: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.o = torch.empty(capacity, num_heads, v_dim, device=device)
+        self.lse = torch.empty(capacity, num_heads, device=device)
+
+
+def tokens_per_block(config: AttendConfig, group: int) -> int:
+    """Tokens whose ``group`` heads fit the query rows of one block."""
+    assert group <= config.block_m
+    return config.block_m // group
+
+
+def query_blocks(cu_seqlens: Int32Array, tokens: int) -> Int32Array:
+    """``DeviceQueries.blocks`` with up to ``tokens`` tokens each, rows one after the other."""
+    counts = np.diff(cu_seqlens)
+    blocks = -(-counts // tokens)
+    row = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
+    before = np.repeat(np.cumsum(blocks) - blocks, blocks)
+    first = (np.arange(len(row)) - before) * tokens
+    return np.stack([row, first.astype(np.int32)], 1)
+
+
+def attend(
+    q: torch.Tensor,
+    queries: DeviceQueries,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    scale: float,
+    config: AttendConfig,
+    scratch: AttendScratch,
+    out: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out ``[T, H Dv]`` of q ``[T, H, D]``, times sigmoid(gate ``[T, H Dv]``) where there is one.
+
+    k_pool: ``[slots, Hkv, D]``. v_pool: ``[slots, Hkv, Dv]``, which may be a view of k_pool (latent
+    rows: one KV head, V is the front of K). ``queries.blocks`` were made for ``config``.
+    """
+    num_tokens, heads, dim = q.shape
+    kv_heads, v_dim = v_pool.shape[1:]
+    assert q.stride(2) == k_pool.stride(2) == v_pool.stride(2) == 1
+    assert out.stride(1) == 1
+    assert gate is None or gate.stride(1) == 1
+    whole = power_of_two(dim)
+    tail = dim - whole // 2 if dim < whole and dim > 256 else 0  # 576 = 512 + 64
+    main = whole // 2 if tail else dim
+    splits = divisor(config.splits, max(scratch.capacity // max(num_tokens, 1), 1))
+    launch(
+        _attend_kernel,
+        (queries.blocks.shape[0] * kv_heads, splits),
+        q, *q.stride()[:2], k_pool, *k_pool.stride()[:2], v_pool, *v_pool.stride()[:2],
+        queries.kv_table, queries.kv_table.stride(0), queries.blocks, queries.cu_seqlens,
+        queries.rows, queries.starts, queries.starts if queries.ancestors is None else
+        queries.ancestors, queries.first, scale * _LOG2_E, scratch.o, scratch.lse,
+        out if gate is None else gate, 0 if gate is None else gate.stride(0), out, out.stride(0),
+        num_tokens, heads, kv_heads, main, tail, v_dim, queries.ancestors is not None,
+        gate is not None, tokens_per_block(config, heads // kv_heads), config.block_m,
+        config.block_n, power_of_two(main, least=16), power_of_two(tail, least=16),
+        power_of_two(v_dim, least=16), splits, config.stages,
+        num_warps=config.num_warps, num_stages=config.stages,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            _combine_kernel,
+            (num_tokens, heads),
+            scratch.o, scratch.lse, out if gate is None else gate,
+            0 if gate is None else gate.stride(0), out, out.stride(0),
+            num_tokens, heads, v_dim, gate is not None, splits, power_of_two(splits),
+            power_of_two(v_dim),
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _attend_kernel(
+    q, q_token, q_head, k_pool, k_slot, k_head, v_pool, v_slot, v_head, table, table_stride,
+    blocks, cu_seqlens, rows, starts, ancestors, first, scale, part_o, part_lse,
+    gate, gate_stride, out, out_stride, num_tokens,
+    H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr,
+    IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scores are in units of log 2; ``scale`` has the factor."""
+    G: tl.constexpr = H // HKV
+    block = tl.program_id(0) // HKV
+    kv_head = tl.program_id(0) % HKV
+    split = tl.program_id(1)
+    i = tl.load(blocks + 2 * block)
+    first_token = tl.load(blocks + 2 * block + 1)
+    begin = tl.load(cu_seqlens + i)
+    count = tl.load(cu_seqlens + i + 1) - begin
+    start = tl.load(starts + i)
+    table += tl.load(rows + i).to(tl.int64) * table_stride
+
+    m = tl.arange(0, BM)
+    own = first_token + m // G  # which of the row's own tokens
+    is_query = (m // G < TOKENS) & (own < count)
+    token = (begin + own).to(tl.int64)
+    head = kv_head * G + m % G
+    d, t, dv, n = tl.arange(0, BD), tl.arange(0, BT), tl.arange(0, BDV), tl.arange(0, BN)
+    q_place = q + token[:, None] * q_token + head[:, None] * q_head
+    queries = tl.load(q_place + d[None, :], mask=is_query[:, None] & (d < D)[None, :], other=0.0)
+    if TAIL > 0:
+        inside = is_query[:, None] & (t < TAIL)[None, :]
+        queries_tail = tl.load(q_place + D + t[None, :], mask=inside, other=0.0)
+    bits = m.to(tl.int64)
+    if IS_TREE:
+        bits = tl.load(ancestors + token, mask=is_query, other=0)
+
+    end = start + count
+    if not IS_TREE:
+        end = start + tl.minimum(first_token + TOKENS, count)
+    per_split = tl.cdiv(tl.cdiv(end - first, BN), SPLITS) * BN
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, end)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    o = tl.zeros([BM, BDV], tl.float32)
+    for c in tl.range(low, high, BN, num_stages=STAGES):
+        column = c + n
+        is_key = column < high
+        slot = tl.load(table + column, mask=is_key, other=0).to(tl.int64)
+        k_place = k_pool + slot[:, None] * k_slot + kv_head * k_head
+        keys = tl.load(k_place + d[None, :], mask=is_key[:, None] & (d < D)[None, :], other=0.0)
+        score = tl.dot(queries, tl.trans(keys))
+        if TAIL > 0:
+            inside = is_key[:, None] & (t < TAIL)[None, :]
+            keys_tail = tl.load(k_place + D + t[None, :], mask=inside, other=0.0)
+            score = tl.dot(queries_tail, tl.trans(keys_tail), score)
+        behind = (column - start)[None, :]
+        if IS_TREE:
+            on_path = (bits[:, None] >> tl.maximum(behind, 0).to(tl.int64)) & 1
+            is_seen = (behind < 0) | (on_path != 0)
+        else:
+            is_seen = behind <= own[:, None]
+        score = tl.where(is_seen & is_key[None, :], score * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(score - safe[:, None])
+        kept = tl.exp2(top - safe)
+        total = total * kept + tl.sum(p, 1)
+        v_place = v_pool + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
+        values = tl.load(v_place, mask=is_key[:, None] & (dv < DV)[None, :], other=0.0)
+        o = tl.dot(p.to(values.dtype), values, o * kept[:, None])
+        top = new_top
+
+    inside = is_query[:, None] & (dv < DV)[None, :]
+    place = head[:, None] * DV + dv[None, :]
+    if SPLITS == 1:
+        o = o / tl.where(total > 0.0, total, 1.0)[:, None]
+        if HAS_GATE:
+            o *= sigmoid(load32(gate + token[:, None] * gate_stride + place, inside))
+        store(out + token[:, None] * out_stride + place, o, inside)
+    else:
+        part = split * num_tokens + token
+        is_empty = total == 0.0
+        lse = tl.where(is_empty, float("-inf"), top + tl.log2(tl.where(is_empty, 1.0, total)))
+        tl.store(part_lse + part * H + head, lse, mask=is_query)
+        o = o / tl.where(is_empty, 1.0, total)[:, None]
+        tl.store(part_o + part[:, None] * (H * DV) + place, o, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine_kernel(
+    part_o, part_lse, gate, gate_stride, out, out_stride, num_tokens,
+    H: tl.constexpr, DV: tl.constexpr, HAS_GATE: tl.constexpr, SPLITS: tl.constexpr,
+    BS: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of one token, each weighted by its sum of exponentials."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    s, dv = tl.arange(0, BS), tl.arange(0, BDV)
+    in_v = dv < DV
+    lses = tl.load(
+        part_lse + (s * num_tokens + token) * H + head, mask=s < SPLITS, other=float("-inf")
+    )
+    top = tl.max(lses, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lses - top), 0)
+    o = tl.zeros([BDV], tl.float32)
+    for i in range(SPLITS):
+        part = i * num_tokens + token
+        weight = tl.exp2(tl.load(part_lse + part * H + head) - top)
+        if weight > 0.0:
+            o += weight * tl.load(part_o + (part * H + head) * DV + dv, mask=in_v, other=0.0)
+    o = o / tl.where(total > 0.0, total, 1.0)
+    if HAS_GATE:
+        o *= sigmoid(load32(gate + token * gate_stride + head * DV + dv, in_v))
+    store(out + token * out_stride + head * DV + dv, o, in_v)

@@ -1,0 +1,75 @@
+"""What every Triton kernel here shares: activations, the launch, and limits of one program.
+
+Owns: ``launch`` (the one place that starts a kernel) and small device functions. Does not know:
+operations, shapes, devices' configurations.
+
+Invariants:
+- A launch waits for nothing and allocates nothing: safe inside a CUDA graph.
+- Kernels take pool tensors and device index tensors; grids follow from padded sizes, never from
+  values on the device.
+Read next: ``triton_table.py``, ``gated_delta_net/triton.py``.
+"""
+# mypy: ignore-errors
+# (kernels are typed by Triton, not by annotations)
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 1
+) -> None:
+    """Start ``kernel`` with ``args`` in the order of its parameters, constants last."""
+    if 0 not in grid:
+        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
+
+
+def power_of_two(n: int, *, least: int = 1) -> int:
+    """The smallest power of two that is at least ``n`` and ``least``."""
+    return max(triton.next_power_of_2(n), least)
+
+
+def divisor(n: int, wanted: int) -> int:
+    """The largest divisor of ``n`` that is at most ``wanted``."""
+    return next(d for d in range(min(n, wanted), 0, -1) if n % d == 0)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), near float32 for every x; above 20 that is x (torch's threshold).
+
+    Slow decays are small values, and their errors add up over a sequence: what 1 + e loses of e
+    is put back by the factor e / ((1 + e) - 1).
+    """
+    e = tl.exp(tl.minimum(x, 20.0))
+    rounded = 1.0 + e
+    kept = rounded - 1.0
+    is_lost = kept == 0.0
+    small = tl.where(is_lost, e, tl.log(rounded) * (e / tl.where(is_lost, 1.0, kept)))
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def load32(pointer, mask):
+    """Float32 of whatever is stored there, 0 outside the mask."""
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointer, value, mask):
+    """``value`` in the type that the pointer has."""
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

@@ -1,0 +1,175 @@
+"""Which block sizes each Triton kernel uses: a static table by device, shape and batch.
+
+Owns: the choices. Does not know: kernels. No search at run time: the CPU interpreter cannot time,
+and a choice that depends on what was timed today is not reproducible.
+
+Invariants: a configuration changes speed, never results beyond the order of sums. What the table
+does not list takes the nearest smaller batch's row of the ``default`` device.
+Read next: ``benchmarks/gpu_kernels.py`` (where the rows come from).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """A recurrent step: columns of d_v at a time, programs per (row, key head), warps, prefetch."""
+
+    block_v: int
+    splits: int
+    num_warps: int = 1
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FoldConfig:
+    """A fold: columns of d_v per program; "fma" sums rows one by one, "tf32x3" as one product."""
+
+    block_v: int
+    num_warps: int = 1
+    product: str = "fma"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyConfig:
+    """A masked tree verify: columns of d_v per program, d_k at a time."""
+
+    block_v: int
+    num_warps: int
+    block_k: int = 32
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkConfig:
+    """Chunks of a prefill: columns of d_v that a program passes on, warps of both launches."""
+
+    block_v: int
+    solve_warps: int
+    pass_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttendConfig:
+    """Attention: query rows (tokens x heads of a group) and keys at a time, parts of the keys."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """A product with few rows: outputs per program, inputs at a time."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+    stages: int
+
+
+Rows = tuple[tuple[int, C], ...]
+"""(least batch, configuration), ascending."""
+
+_STEP: dict[str, Rows[StepConfig]] = {
+    "default": (
+        (1, StepConfig(16, 16)),
+        (8, StepConfig(16, 8)),
+        (32, StepConfig(16, 4)),
+        (64, StepConfig(16, 2)),
+        (192, StepConfig(16, 1)),
+    ),
+}
+_STEP_LOG: dict[str, Rows[StepConfig]] = {
+    "default": (
+        (1, StepConfig(16, 16)),
+        (8, StepConfig(16, 8)),
+        (32, StepConfig(16, 4)),
+        (64, StepConfig(16, 2)),
+        (192, StepConfig(16, 1)),
+    ),
+}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
+_VERIFY: dict[str, Rows[VerifyConfig]] = {  # by nodes
+    "default": (
+        (1, VerifyConfig(16, 1, 16)),
+        (17, VerifyConfig(32, 4, 16)),
+        (33, VerifyConfig(32, 8, 32)),
+    ),
+}
+_LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
+    "default": (
+        (1, LinearConfig(16, 512, 4, 4)),
+        (8_192, LinearConfig(32, 256, 4, 4)),
+        (65_536, LinearConfig(64, 128, 4, 4)),
+    ),
+}
+_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
+_LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
+_MULTIPROCESSORS: dict[str, int] = {"default": 132}
+
+
+def step_config(device: torch.device, batch: int, *, is_log: bool) -> StepConfig:
+    """For one decode step of ``batch`` rows."""
+    return _choose(_STEP_LOG if is_log else _STEP, device, batch)
+
+
+def fold_config(device: torch.device, batch: int) -> FoldConfig:
+    """For a fold of ``batch`` states."""
+    return _choose(_FOLD, device, batch)
+
+
+def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
+    """For trees of up to ``nodes`` nodes."""
+    return _choose(_VERIFY, device, nodes)
+
+
+def chunk_config(device: torch.device) -> ChunkConfig:
+    """For a prefill of recurrent layers."""
+    return _of(_CHUNK, device)
+
+
+def linear_config(device: torch.device, outputs: int) -> LinearConfig:
+    """For weights with ``outputs`` rows."""
+    return _choose(_LINEAR, device, outputs)
+
+
+def attend_config(
+    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool
+) -> AttendConfig:
+    """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
+
+    Splits fill the device about three times over, no more than 64 parts.
+    """
+    wide = dim > 256
+    if not can_split and rows > 64:
+        return AttendConfig(32, 32, 1, 8, 2) if wide else _LONG[dim > 128]
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
+    block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
+    wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
+    splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
+    return AttendConfig(block_m, block_n, splits, warps, stages)
+
+
+def _of(table: dict[str, C], device: torch.device) -> C:
+    return table.get(_name(device), table["default"])
+
+
+def _choose(table: dict[str, Rows[C]], device: torch.device, size: int) -> C:
+    rows = _of(table, device)
+    return next((config for least, config in reversed(rows) if least <= size), rows[0][1])
+
+
+@lru_cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,66 @@
+"""The gated delta rule by chunks over a ragged batch against its definition, saves included."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hyradix.kernels.gated_delta_rule.reference import naive
+from hyradix.kernels.gated_delta_rule.triton import Chunks, ChunkScratch, chunk_table, chunked_
+from tests.kernels.triton_kernels.cases import NAN, error
+
+HK, HV, DK, DV = 1, 2, 20, 18
+LENGTHS = [70, 1, 3]
+SAVES = {0: [(5, 6), (64, 7)], 2: [(2, 4)]}
+
+
+def on_device(lengths, saves, slots, device) -> Chunks:
+    """saves: by sequence, (count, slot)."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    for i, found in saves.items():
+        offsets[i + 1 :] += len(found)
+    flat = np.array([pair for i in sorted(saves) for pair in saves[i]], np.int32).reshape(-1, 2)
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    table, chunk_offsets = chunk_table(cu, offsets, flat[:, 0], flat[:, 1])
+    numbers = (table, chunk_offsets, np.array(slots, np.int32))
+    return Chunks(*(torch.from_numpy(x).to(device) for x in numbers))
+
+
+def test_chunks_end_at_saves():
+    chunks = on_device(LENGTHS, SAVES, [1, 2, 3], torch.device("cpu"))
+    expected = [(0, 5, 6), (5, 59, 7), (64, 6, 0), (70, 1, 0), (71, 2, 4), (73, 1, 0)]
+    assert chunks.table.tolist() == [list(x) for x in expected]
+    assert chunks.offsets.tolist() == [0, 3, 4, 6]
+
+
+def test_chunked_equals_the_definition(device):
+    torch.manual_seed(0)
+    total, slots = sum(LENGTHS), [3, 1, 2]
+    k = torch.randn(total, HK, DK)
+    k[10:30] = k[10]  # keys that repeat
+    inputs = {
+        "q": torch.randn(total, HK, DK), "k": k / k.norm(dim=-1, keepdim=True),
+        "v": torch.randn(total, HV, DV), "g": -torch.rand(total, HV) ** 4 * 5,
+        "beta": torch.rand(total, HV),
+    }  # fmt: skip
+    scratch = ChunkScratch(total, HK, HV, DK, DV, device)
+    for name, x in inputs.items():
+        getattr(scratch, name).copy_(x)
+    scratch.o.fill_(NAN)
+    state = torch.full((9, HV, DK, DV), NAN)
+    state[slots] = torch.randn(3, HV, DK, DV)
+    ours = state.clone().to(device)
+    chunked_(on_device(LENGTHS, SAVES, slots, device), ours, scratch)
+    begin = 0
+    for i, length in enumerate(LENGTHS):
+        own = slice(begin, begin + length)
+        q, k = (inputs[x][own].double().repeat_interleave(HV // HK, 1) for x in "qk")
+        rest = (inputs[x][own].double() for x in ("v", "g", "beta"))
+        o, states = naive(q, k, *rest, state[slots[i]].double())
+        # outputs pass through tf32 on the device
+        assert error(scratch.o[own], o) < (1e-5 if device.type == "cpu" else 2e-3)
+        assert error(ours[slots[i]], states[-1]) < 1e-5
+        for count, slot in SAVES.get(i, []):
+            assert error(ours[slot], states[count - 1]) < 1e-5
+        begin += length
+    assert ours[[0, 5, 8]].isnan().all()

@@ -1,0 +1,116 @@
+"""Norms, swiglu, embedding and products with few rows against their torch twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from hyradix.kernels.activation import reference as swiglu_reference
+from hyradix.kernels.activation.triton import swiglu
+from hyradix.kernels.embedding import reference as embedding_reference
+from hyradix.kernels.embedding.triton import embed
+from hyradix.kernels.linear.triton import few_rows_linear
+from hyradix.kernels.rms_norm import reference
+from hyradix.kernels.rms_norm.triton import add_rms_norm, gated_rms_norm
+from hyradix.kernels.triton_support import launch, softplus
+from hyradix.kernels.triton_table import LinearConfig
+from tests.kernels.triton_kernels.cases import NAN, error
+
+BFLOAT16 = torch.bfloat16
+
+
+@triton.jit
+def _softplus_kernel(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, softplus(tl.load(x + i)))
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def poisoned(*shape: int, device: torch.device, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
+    return torch.full(shape, NAN, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("size", [33, 64])
+def test_norm_behind_a_sum(device, size):
+    x, residual = normal(3, size), normal(3, size, seed=1)
+    weight = normal(size, seed=2, dtype=torch.float32)
+    expected = x.double() + residual.double()
+    norm = reference.rms_norm(expected, weight.double(), 1e-6)
+    total, out = residual.clone().to(device), poisoned(3, size, device=device)
+    add_rms_norm(x.to(device), total, weight.to(device), 1e-6, total, out)
+    assert error(total, expected) < 6e-3
+    assert error(out, norm) < 6e-3
+    alone = poisoned(3, size, device=device)
+    add_rms_norm(x.to(device), None, weight.to(device), 1e-6, total, alone)
+    assert error(alone, reference.rms_norm(x.double(), weight.double(), 1e-6)) < 6e-3
+    assert error(total, expected) < 6e-3
+
+
+def test_gated_norms(device):
+    x, gate = normal(3, 2, 20), normal(3, 2, 20, seed=1)
+    weight = normal(2, 20, seed=2, dtype=torch.float32)
+    a, z, w = x.double(), gate.double(), weight.double()
+    expected = {
+        (False, "silu"): reference.gated_rms_norm(a, z, w[1], 1e-6),
+        (False, "sigmoid"): reference.rms_norm(a, w[1], 1e-6) * z.sigmoid(),
+        (True, "silu"): reference.rms_norm(a * F.silu(z), w, 1e-6),
+    }
+    for (gate_first, activation), value in expected.items():
+        out = poisoned(3, 2, 20, device=device)
+        gated_rms_norm(
+            x.to(device),
+            gate.to(device),
+            (weight if gate_first else weight[1]).to(device),
+            1e-6,
+            out,
+            gate_first=gate_first,
+            activation=activation,
+        )
+        assert error(out, value) < 6e-3
+
+
+def test_swiglu_and_embedding(device):
+    x = normal(3, 2 * 1100)
+    out = poisoned(3, 1100, device=device)
+    assert error(swiglu(x.to(device), out), swiglu_reference.swiglu(x.double())) < 6e-3
+    weight, ids = normal(7, 1030), torch.tensor([6, 0, 3], dtype=torch.int32)
+    rows = poisoned(3, 1030, device=device, dtype=torch.float32)
+    embed(weight.to(device), ids.to(device), rows)
+    assert torch.equal(rows.cpu(), embedding_reference.embed(weight, ids).float())
+
+
+@pytest.mark.parametrize(("rows", "size", "outputs"), [(1, 64, 32), (3, 41, 19), (16, 96, 50)])
+def test_products_with_what_is_fused(device, rows, size, outputs):
+    config = LinearConfig(32, 32, 4, 2)
+    # the interpreter multiplies the bits of bfloat16 operands as integers
+    dtype, limit = (torch.float32, 1e-5) if device.type == "cpu" else (BFLOAT16, 1e-2)
+    x, weight = normal(rows, size, dtype=dtype), normal(2 * outputs, size, seed=1, dtype=dtype)
+    norm = normal(size, seed=2, dtype=torch.float32)
+    residual = normal(rows, outputs, seed=3, dtype=dtype)
+    a, w = x.double(), weight.double()
+    normed = reference.rms_norm(a, norm.double(), 1e-6)
+    given = x.to(device), weight.to(device)
+    half = given[1][:outputs]
+    out = poisoned(rows, outputs, device=device, dtype=dtype)
+    few_rows_linear(given[0], half, out, config=config)
+    assert error(out, a @ w[:outputs].T) < limit
+    out = residual.clone().to(device)
+    few_rows_linear(given[0], half, out, residual=out, config=config)
+    assert error(out, a @ w[:outputs].T + residual.double()) < limit
+    out = poisoned(rows, outputs, device=device, dtype=dtype)
+    few_rows_linear(*given, out, norm=norm.to(device), eps=1e-6, is_swiglu=True, config=config)
+    assert error(out, swiglu_reference.swiglu(normed @ w.T)) < limit
+
+
+def test_small_softplus_keeps_its_digits(device):
+    x = torch.linspace(-40, 40, 256)
+    out = torch.empty(256, device=device)
+    launch(_softplus_kernel, (1,), x.to(device), out, 256)
+    expected = x.double().exp().log1p()
+    assert float(((out.cpu().double() - expected) / expected).abs().max()) < 1e-5
