@@ -60,7 +60,8 @@ def run(root: Path) -> dict[str, str]:
     """The verdict of the suite on the tree under ``root``."""
     verdict = root / "verdict.json"
     verdict.unlink(missing_ok=True)
-    paths = {"PYTHONPATH": str(root / "src"), "HYRADIX_VERDICT": str(verdict)}
+    packages = [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = {"PYTHONPATH": os.pathsep.join(packages), "HYRADIX_VERDICT": str(verdict)}
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-B", "-m", "pytest", *PYTEST, *PLUGIN, *SUITE],
