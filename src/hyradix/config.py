@@ -204,7 +204,7 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
     check_settings(settings)
     max_requests = settings.max_requests or (32 if device.kind == "cpu" else 256)
     max_context = context_limit(settings.max_context, model.max_position)
-    spec = _spec(settings, model)
+    spec = _spec(settings, model, device)
     num_log_rows = _num_log_rows(settings, device, spec)
     model = _with_drafts(model, spec)
     draft_bytes = _draft_bytes(model, spec, num_log_rows, max_requests)
@@ -247,8 +247,13 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
     )
 
 
-AUTOMATIC_SHAPES = {"ngram": (4, 7, 32), "mtp": (4, 5, 32), "frozen_kv_mtp": (4, 5, 32)}
-"""topk, steps and nodes of the largest tree that the automatic choice may take."""
+AUTOMATIC_SHAPES = {
+    "cpu": {"ngram": (2, 7, 8), "mtp": (2, 5, 8), "frozen_kv_mtp": (2, 5, 8)},
+    "cuda": {"ngram": (4, 7, 32), "mtp": (4, 5, 32), "frozen_kv_mtp": (4, 5, 32)},
+}
+"""topk, steps and nodes of the largest tree that the automatic choice may take. A CPU has no time
+to spare for wide ones, and with few nodes can afford ``snapshot``, under which a request without
+drafts decodes as if there were none."""
 
 
 def _with_drafts(model: ModelFacts, spec: SpecConfig | None) -> ModelFacts:
@@ -282,7 +287,7 @@ def _draft_bytes(
     return spec_bytes(spec.state, recurrent, shape).peak
 
 
-def _spec(settings: Settings, model: ModelFacts) -> SpecConfig | None:
+def _spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> SpecConfig | None:
     """What was asked for about drafts, decided."""
     proposer = next((name for name in PROPOSERS if name == settings.spec), None)
     given = (settings.spec_topk, settings.spec_steps, settings.spec_nodes)
@@ -297,11 +302,12 @@ def _spec(settings: Settings, model: ModelFacts) -> SpecConfig | None:
         reason = f"{model.name} has no weights for it"
         raise refused("spec", proposer, reason, model.proposers[-1])
     is_automatic = shape is None
-    shape = shape or draft_shape(*AUTOMATIC_SHAPES[proposer])
+    shape = shape or draft_shape(*AUTOMATIC_SHAPES[device.kind][proposer])
     assert shape is not None
     mode = next((mode for mode in MODES if mode == settings.spec_state), None)
-    if mode is None:  # auto: a chain's states are few; a tree's would be many
-        mode = "snapshot" if shape.is_chain and shape.steps <= 4 else "log"
+    if mode is None:  # auto: a short chain's states are few; a tree's would be many
+        is_small = shape.nodes <= (8 if device.kind == "cpu" else 5 * shape.is_chain)
+        mode = "snapshot" if is_small else "log"
     return SpecConfig(proposer=proposer, state=mode, shape=shape, is_automatic=is_automatic)
 
 

@@ -319,6 +319,8 @@ class ScheduledBatch:
             included; 1: a decode without drafts; 0: a prefill, never drafted for.
         max_accepted: positions that may be consumed at most; 1 where max_nodes <= 1.
         committed: depth that the host has committed: nothing past it may be folded away.
+        is_followed: whether the proposer is told of this row; once it is not, the row has no more
+            drafts.
         num_slots: columns of the row's part of the slot table that are its own or locked for it.
 
     Without drafts and log a prefill of one token and a decode step are the same. With drafts
@@ -339,6 +341,7 @@ class ScheduledBatch:
     max_accepted: Int32Array
     committed: Int32Array
     num_slots: Int32Array
+    is_followed: BoolArray
     row_inits: tuple[RowInit, ...] = ()
     token_updates: tuple[RowUpdate, ...] = ()
     kv_updates: tuple[RowUpdate, ...] = ()
@@ -389,7 +392,6 @@ class StepOutput:
     paths: ``int32[M, K]`` nodes of the draft tree that were consumed, the root (0) first, padded
         with -1.
     num_nodes: ``int32[M]`` nodes that were verified, the root included.
-    seconds: how long the step took; 0: not measured.
     is_faulty: ``bool[M]`` the row's logits were not finite; its tokens mean nothing.
     logprobs: one entry per sampling row, of all its tokens; None where not asked for.
     """
@@ -403,7 +405,6 @@ class StepOutput:
     num_nodes: Int32Array
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = field(default=())
-    seconds: float = 0.0
 
 
 def slot_order(path: Int32Array, num_nodes: int) -> Int32Array:

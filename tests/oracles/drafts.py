@@ -149,6 +149,8 @@ def run_case(engines: DemoEngines, case: Case, items: list[Served]) -> Outcome:
     engine = engines.make(
         prefix_cache=case.cache,
         max_requests=CONCURRENCY,
+        kv_slots=65_536,
+        states=400,
         num_threads=1,
         spec=case.proposer,
         spec_state=case.mode,

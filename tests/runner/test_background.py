@@ -25,6 +25,7 @@ def batch(step: int) -> ScheduledBatch:
         max_accepted=none,
         committed=none,
         num_slots=none,
+        is_followed=np.empty(0, np.bool_),
     )
 
 

@@ -97,7 +97,7 @@ def test_a_step_of_state_ops_alone_and_one_that_samples_nothing(model):
     op = StateOp(StateOpKind.COPY, 9, player.rows[row].state)
     no_flags = none.astype(np.bool_)
     batch = ScheduledBatch(
-        7, none, none, none, none, none, no_flags, none, none, none, none, state_ops=(op,)
+        7, none, none, none, none, none, no_flags, none, none, none, none, no_flags, state_ops=(op,)
     )
     player.runner.submit(batch)
     out = player.runner.collect()

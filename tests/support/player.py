@@ -176,6 +176,7 @@ class Player:
             max_accepted=np.ones(len(rows), np.int32),
             committed=starts,
             num_slots=np.array(ends, np.int32),
+            is_followed=np.ones(len(rows), np.bool_),
             row_inits=tuple(pending["inits"]),
             token_updates=tuple(pending["tokens"]),
             kv_updates=tuple(pending["kv"]),

@@ -9,6 +9,8 @@ Read next: ``scheduler/scheduler.py``, ``runner/runner.py``.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hyradix.cache.invariants import check
@@ -57,8 +59,10 @@ class Engine:
         info: EngineInfo,
         *,
         costs: RoundCosts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
+        self._clock = clock
         self.scheduler = Scheduler(config, self, costs=costs)
         self._config = config
         self._runner = runner
@@ -94,6 +98,7 @@ class Engine:
 
         With overlap the newest step stays in flight while the one before it is committed.
         """
+        started = self._clock()
         outputs, self._outbox = self._outbox, []
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -104,6 +109,7 @@ class Engine:
             outputs += [self._render(item) for item in news]
         if self._config.check_invariants:
             check(self.scheduler.cache)
+        self.scheduler.note_time(self._clock() - started)
         return outputs
 
     # ---- text -----------------------------------------------------------------------------------

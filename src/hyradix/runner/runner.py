@@ -14,10 +14,8 @@ Read next: ``batch.py``, ``pools.py``, ``speculation.py``.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -87,7 +85,6 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step and return what it produced."""
-        started = time.perf_counter()
         self.table.apply(batch)
         self._init_rows(batch)
         self.pools.states.apply(batch.state_ops)
@@ -95,7 +92,7 @@ class ModelRunner:
         output = self._forward(batch) if batch.num_rows else _nothing(batch.step)
         if batch.folds:
             self.speculation.fold(batch.folds)
-        return replace(output, seconds=time.perf_counter() - started)
+        return output
 
     def poison_kv(self, slots: list[int]) -> None:
         """Fill KV slots with NaN (tests)."""

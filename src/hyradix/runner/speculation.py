@@ -96,7 +96,8 @@ class Speculation:
         """A tree for each decode row; a root alone where nothing may or can be drafted."""
         rows, starts = batch.rows[index], batch.starts[index]
         roots = self.table.token_ids[rows, starts]
-        wants = np.flatnonzero(batch.max_nodes[index] > 1).astype(np.int32)
+        may_draft = (batch.max_nodes[index] > 1) & batch.is_followed[index]
+        wants = np.flatnonzero(may_draft).astype(np.int32)
         if self.proposer is None or len(wants) == 0:
             return Drafts.roots(roots)
         assert self.config.spec is not None
@@ -170,26 +171,24 @@ class Speculation:
         accepted: Accepted,
         hidden: Array | None,
     ) -> None:
-        """Tell the proposer what every row has consumed, and which have a next token."""
-        if self.proposer is None:
+        """Tell the proposer what the rows that it follows have consumed, and what comes next."""
+        if self.proposer is None or not batch.is_followed.any():
             return
-        order, num_plain = prepared.order, prepared.num_plain
-        rows, starts = batch.rows[order], batch.starts[order]
-        counts = np.diff(prepared.cu_tokens)
-        samples = batch.samples[order]
-        sampling = np.cumsum(samples) - 1
+        order = prepared.order
+        sampling = np.cumsum(batch.samples[order]) - 1
+        followed = np.flatnonzero(batch.is_followed[order])
         tokens: list[Int32Array] = []
-        for i, first in enumerate(prepared.cu_tokens[:-1].tolist()):
-            if i < num_plain:
-                tokens.append(np.arange(first, first + counts[i], dtype=np.int32))
+        for i in followed.tolist():
+            first, end = int(prepared.cu_tokens[i]), int(prepared.cu_tokens[i + 1])
+            if i < prepared.num_plain:
+                tokens.append(np.arange(first, end, dtype=np.int32))
             else:
-                path = accepted.paths[sampling[i]]
-                counts[i] = len(path)
-                tokens.append(first + np.array(path, np.int32))
-        has_next = samples.copy()
-        has_next[samples] = ~accepted.is_faulty
-        ends = (starts + counts).astype(np.int32)
-        has_next &= ends < batch.num_slots[order]
+                tokens.append(first + np.array(accepted.paths[sampling[i]], np.int32))
+        order, sampling = order[followed], sampling[followed]
+        rows, starts = batch.rows[order], batch.starts[order]
+        ends = starts + np.array([len(part) for part in tokens], np.int32)
+        has_next = batch.samples[order] & (ends < batch.num_slots[order])
+        has_next[has_next] = ~accepted.is_faulty[sampling[has_next]]
         columns = np.minimum(ends, self.table.kv_slots.shape[1] - 1)
         consumed = None
         if hidden is not None:

@@ -58,6 +58,7 @@ class Rehearsal:
             max_accepted=ones,
             committed=ones * CONTEXT,
             num_slots=ones * (CONTEXT + 1),
+            is_followed=np.ones(num_rows, np.bool_),
         )
         self._tables = speculation.table
         self._saved = self._tables.kv_slots[:0]
@@ -190,14 +191,13 @@ def measure_costs(speculation: Speculation) -> RoundCosts:
     for size in sorted(set(sizes)):
         with Rehearsal(speculation, size, has_slots=True) as r:
             plain = _seconds(partial(r.step, run))
-            alone = _seconds(partial(r.verify, 1, run))
-            tree = _seconds(partial(r.verify, nodes, run))
+            short, long = (_seconds(partial(r.verify, count, run)) for count in (2, nodes))
             learn = _seconds(r.learn)
-            short, long = (_seconds(partial(r.propose, steps)) for steps in (1, 3))
-        node = max(tree - alone, 0.0) / (size * (nodes - 1))
-        draft = max(long - short, 0.0) / 2
-        beside = max(alone - plain, 0.0) + learn + max(short - draft, 0.0)
-        found.append((size, plain, node, draft, beside))
+            one, three = (_seconds(partial(r.propose, steps)) for steps in (1, 3))
+        node = max(long - short, 0.0) / (size * max(nodes - 2, 1))
+        draft = max(three - one, 0.0) / 2
+        beside = short + learn + one - plain - node * size - draft
+        found.append((size, plain, node, draft, max(beside, 0.0)))
     columns = list(zip(*found, strict=True))
     return RoundCosts(
         rows=columns[0], plain=columns[1], node=columns[2], draft=columns[3], round=columns[4]

@@ -100,6 +100,7 @@ class BatchBuilder:
             max_accepted=np.array([p.max_accepted for p in self.planned], dtype=np.int32),
             committed=np.array([p.state.num_computed_tokens for p in self.planned], dtype=np.int32),
             num_slots=np.array([_num_slots(p.state) for p in self.planned], dtype=np.int32),
+            is_followed=np.array([p.state.is_followed for p in self.planned], dtype=np.bool_),
             row_inits=tuple(self.row_inits),
             token_updates=tuple(self.token_updates),
             kv_updates=tuple(self.kv_updates),

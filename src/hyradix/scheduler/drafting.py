@@ -63,7 +63,7 @@ DEFAULT_COSTS = RoundCosts(
     rows=(1, 32), plain=(1.0, 3.0), node=(0.06, 0.06), draft=(0.12, 0.36), round=(0.05, 0.15)
 )
 """Where nothing was measured: in steps of one row."""
-TREES = (DraftShape(topk=2, steps=3, nodes=8), DraftShape(topk=4, steps=4, nodes=24))
+TREES = (DraftShape(topk=2, steps=4, nodes=8), DraftShape(topk=4, steps=4, nodes=24))
 MAX_TREE_ROWS = 8
 PRIOR = 0.7
 """Chance that a draft is accepted, as long as nothing is known."""
@@ -75,8 +75,14 @@ SECOND_CHANCE = 0.4
 PROBE_EVERY = 64
 """Steps without drafts before a request is tried again; twice as many after each."""
 PROBE_DEPTH = 2
+PATIENCE = 2
+"""Steps without drafts after which a request is given up, where keeping up costs something."""
 PROBE_SHARE = 16
 """While drafts do not pay in general, one of so many new requests is tried."""
+HOST = 1.2
+"""Share of a step that the host takes beside the model, until it was measured."""
+OUTLIER = 3.0
+"""Steps that take longer than that many expected ones say nothing but this."""
 MARGIN = 0.02
 """A choice must be better than no drafts by this much."""
 
@@ -107,6 +113,7 @@ class AutomaticDrafting(Drafting):
     def __init__(self, spec: SpecConfig, costs: RoundCosts | None) -> None:
         super().__init__(spec)
         self._shape = spec.shape
+        self._has_upkeep = spec.proposer == "mtp"
         self._costs = costs or DEFAULT_COSTS
         self._general = [_Rate() for _ in range(spec.shape.steps)]
         self._trees = [
@@ -115,8 +122,10 @@ class AutomaticDrafting(Drafting):
             if tree.nodes <= spec.shape.nodes and tree.steps <= spec.shape.steps
         ]
         self._tree_gains: list[_Rate | None] = [None] * len(self._trees)
+        self._plainness = _Rate(tries=8.0, hits=8.0 * HOST)
+        """What a step without drafts takes, next to what was measured at start."""
         self._slowness = _Rate(tries=8.0, hits=8.0)
-        """What a round with drafts takes, next to what was expected of it."""
+        """What drafts add to a step, next to what was measured at start."""
         self._plan: dict[str, tuple[int, int]] = {}
         self._tree: int | None = None
         self._expected: dict[str, float] = {}
@@ -130,7 +139,7 @@ class AutomaticDrafting(Drafting):
             return
         costs = self._step_costs(len(decodes))
         acceptance = self._acceptance(decodes)
-        room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
+        room = [(s.max_total_tokens - s.num_scheduled_tokens - 2) * s.is_followed for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         choice = choose_chain(acceptance, limits, costs)
         plain = len(decodes) / costs.plain
@@ -140,12 +149,13 @@ class AutomaticDrafting(Drafting):
         if self._tree is None:
             for state, depth, limit in zip(decodes, choice.depths, limits, strict=True):
                 depth = int(depth) or self._probe(state, int(limit))
+                self._follow(state, depth)
                 self._plan[state.request_id] = (depth + 1, depth + 1)
 
     def _step_costs(self, num_rows: int) -> StepCosts:
         found = costs_at(self._costs, num_rows)
-        slow = self._slowness.value
-        return StepCosts(found.plain, found.node * slow, found.draft * slow, found.round * slow)
+        plain, slow = found.plain * self._plainness.value, self._slowness.value
+        return StepCosts(plain, found.node * slow, found.draft * slow, found.round * slow)
 
     def _acceptance(self, decodes: Sequence[RequestState]) -> Floats:
         """``[B, K]``: that of everybody by depth, moved as far as each request differs from it."""
@@ -161,7 +171,7 @@ class AutomaticDrafting(Drafting):
     ) -> None:
         """Wider drafts for all, where they are thought to be better than the best chains."""
         num_rows, best = len(decodes), chain.rate * (1.0 + MARGIN)
-        if num_rows > MAX_TREE_ROWS:
+        if num_rows > MAX_TREE_ROWS or not all(state.is_followed for state in decodes):
             return
         for i, tree in enumerate(self._trees):
             expected = self._tree_gain(i, acceptance[:, : tree.steps])
@@ -195,6 +205,15 @@ class AutomaticDrafting(Drafting):
         state.draft_wait = state.draft_pause
         return min(PROBE_DEPTH, limit)
 
+    def _follow(self, state: RequestState, depth: int) -> None:
+        """Give a request up for good where a draft layer would have to keep up with it in vain.
+
+        (The KV that the layer has not computed can be had in no other way.)
+        """
+        state.idle_steps = 0 if depth else state.idle_steps + 1
+        if self._has_upkeep and state.idle_steps > PATIENCE:
+            state.is_followed = False
+
     def limit(self, state: RequestState) -> tuple[int, int]:
         """See ``Drafting``."""
         return self._plan.get(state.request_id, NO_DRAFTS)
@@ -221,11 +240,12 @@ class AutomaticDrafting(Drafting):
     def learn_time(self, num_rows: int, num_nodes: int, depth: int, seconds: float) -> None:
         """See ``Drafting``."""
         costs = costs_at(self._costs, num_rows)
-        if num_nodes == num_rows or seconds <= 0.0:
+        if num_nodes == num_rows:
+            self._plainness.add(min(seconds / costs.plain, OUTLIER), 1.0)
             return
         beside = costs.round + costs.draft * depth + costs.node * (num_nodes - num_rows)
-        measured = max(seconds - costs.plain, 0.2 * beside)
-        self._slowness.add(min(measured, 5.0 * beside), beside)
+        measured = seconds - costs.plain * self._plainness.value
+        self._slowness.add(min(max(measured / beside, 1.0 / OUTLIER), OUTLIER), 1.0)
 
 
 def make_drafting(spec: SpecConfig | None, costs: RoundCosts | None) -> Drafting:

@@ -110,6 +110,10 @@ class RequestState:
     draft_wait: int = -1
     """Steps without drafts until it is tried again; -1: not decided yet."""
     draft_pause: int = 64
+    idle_steps: int = 0
+    """Steps without drafts since the last one with some."""
+    is_followed: bool = True
+    """Whether the proposer keeps up with it; once it does not, it cannot draft for it."""
 
     @classmethod
     def create(cls, request: Request, *, max_context: int, arrival: int = 0) -> RequestState:
@@ -209,6 +213,7 @@ class RequestState:
         self.waits_for = None
         self.num_scheduled_tokens = self.num_computed_tokens = holding.num_cached_tokens
         self.prefill_end = len(self.tokens)
+        self.is_followed = True
         self.folded_at = None
         self.num_admissions += 1
         if self.num_admissions == 1:

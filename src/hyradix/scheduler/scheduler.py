@@ -75,6 +75,7 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._kv_updates: list[RowUpdate] = []
         self._step = 0
+        self._last_size: tuple[int, int, int] | None = None
 
     # ---- the door -------------------------------------------------------------------------------
 
@@ -284,15 +285,21 @@ class Scheduler:
             self._departures.come_to_rest(state)
         for state in flight.folded:
             self._departures.commit_fold(state)
-        self._learn_time(flight, output)
+        self._last_size = self._size_of(flight, output)
         return news
 
-    def _learn_time(self, flight: InFlight, output: StepOutput) -> None:
-        """What a step of decodes alone took."""
-        if flight.planned and not any(planned.is_prefill for planned in flight.planned):
-            depth = max(planned.max_accepted for planned in flight.planned) - 1
-            num_nodes = int(output.num_nodes.sum())
-            self._drafting.learn_time(len(flight.planned), num_nodes, depth, output.seconds)
+    def note_time(self, seconds: float) -> None:
+        """The turn of the loop that committed the last step took ``seconds``."""
+        if self._last_size is not None:
+            self._drafting.learn_time(*self._last_size, seconds)
+            self._last_size = None
+
+    def _size_of(self, flight: InFlight, output: StepOutput) -> tuple[int, int, int] | None:
+        """Rows, nodes and depth of drafts of a step of decodes alone; None for any other."""
+        if not flight.planned or any(planned.is_prefill for planned in flight.planned):
+            return None
+        depth = max(planned.max_accepted for planned in flight.planned) - 1
+        return len(flight.planned), int(output.num_nodes.sum()), depth
 
     def _arrive(self, planned: PlannedRow, output: StepOutput, at: int | None) -> None:
         """How far the row has come: a decode consumes as many positions as it brings tokens."""
