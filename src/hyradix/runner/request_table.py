@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hyradix.config import EngineConfig
-from hyradix.request import Int32Array, RowInit, ScheduledBatch, slot_order
+from hyradix.request import Int32Array, Int64Array, RowInit, ScheduledBatch, slot_order
 
 
 class RequestTable:
@@ -45,6 +45,11 @@ class RequestTable:
         """Put sampled tokens where they will be consumed; those past the table end are dropped."""
         end = min(position + len(token_ids), self.token_ids.shape[1])
         self.token_ids[row, position:end] = token_ids[: end - position]
+
+    def write_next(self, rows: Int32Array, positions: Int64Array, token_ids: Int32Array) -> None:
+        """As ``write_sampled``, one token for each of several rows."""
+        fits = positions < self.token_ids.shape[1]
+        self.token_ids[rows[fits], positions[fits]] = token_ids[fits]
 
     def reorder(self, row: int, start: int, path: Int32Array, num_nodes: int) -> None:
         """Nodes at columns start.. were verified and ``path`` consumed: see ``slot_order``."""

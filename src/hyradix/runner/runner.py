@@ -39,6 +39,7 @@ from hyradix.runner.speculation import make_speculation
 from hyradix.runner.warm_up import compile_kernels, measure_costs
 from hyradix.spec_config import RoundCosts
 from hyradix.spec_decode.acceptance import Accepted, Candidates, TokenSampler, follow
+from hyradix.spec_decode.drafts import Drafts
 
 HiddenHook = Callable[[ScheduledBatch, Array], None]
 
@@ -150,42 +151,51 @@ class ModelRunner:
         raw: Array,
     ) -> Accepted:
         """Sample where the batch says so, follow the drafts, put the tokens in the table."""
-        order, num_plain = prepared.order, prepared.num_plain
-        plain = order[:num_plain]
+        num_plain = prepared.num_plain
+        plain = prepared.order[:num_plain]
         is_sampled = batch.samples[plain]
         logit_rows = prepared.cu_tokens[1 : num_plain + 1][is_sampled] - 1
         sampling = plain[is_sampled]
         positions = batch.starts[sampling] + batch.num_tokens[sampling] - 1
-        counts, parents = np.ones(len(sampling), np.int32), np.full(len(sampling), -1, np.int32)
-        token_ids = np.full(len(sampling), -1, np.int32)
-        if verified is not None:
-            first, total = int(prepared.cu_tokens[num_plain]), int(prepared.cu_tokens[-1])
-            nodes = np.arange(first, total, dtype=np.int32)
-            logit_rows = np.concatenate([logit_rows, nodes])
-            sampling = np.concatenate([sampling, verified.index])
-            positions = np.concatenate([positions, batch.starts[verified.index]])
-            counts = np.concatenate([counts, np.diff(verified.trees.cu_nodes)])
-            parents = np.concatenate([parents, verified.trees.parents])
-            token_ids = np.concatenate([token_ids, verified.token_ids])
-        cu_nodes = np.zeros(len(sampling) + 1, np.int32)
-        np.cumsum(counts, out=cu_nodes[1:])
-        if len(logit_rows) < raw.shape[0]:
-            raw = self._model.ops.select(raw, logit_rows)
-        candidates = Candidates(
-            rows=batch.rows[sampling],
-            positions=positions,
-            trees=FlatTrees.of(cu_nodes, parents),
-            token_ids=token_ids,
-            max_accepted=np.maximum(batch.max_accepted[sampling], 1),
+        if verified is None:
+            return self._sample(batch.rows[sampling], positions, logit_rows, raw)
+        alone = Drafts.roots(np.full(len(sampling), -1, np.int32))
+        cu_nodes = np.concatenate(
+            [alone.cu_nodes, alone.cu_nodes[-1] + verified.trees.cu_nodes[1:]]
         )
-        if len(sampling) == 0:
-            return Accepted([], [], np.zeros(0, np.bool_), ())
-        accepted = follow(self._sampler, self._model.logits(raw), candidates)
+        candidates = Candidates(
+            rows=np.concatenate([batch.rows[sampling], batch.rows[verified.index]]),
+            positions=np.concatenate([positions, batch.starts[verified.index]]),
+            trees=FlatTrees.of(cu_nodes, np.concatenate([alone.parents, verified.trees.parents])),
+            token_ids=np.concatenate([alone.token_ids, verified.token_ids]),
+            max_accepted=np.concatenate([alone.num_nodes, batch.max_accepted[verified.index]]),
+        )
+        nodes = np.arange(prepared.cu_tokens[num_plain], prepared.cu_tokens[-1], dtype=np.int32)
+        accepted = follow(
+            self._sampler, self._logits(raw, np.concatenate([logit_rows, nodes])), candidates
+        )
         for row, position, tokens in zip(
-            candidates.rows.tolist(), positions.tolist(), accepted.token_ids, strict=True
+            candidates.rows.tolist(), candidates.positions, accepted.token_ids, strict=True
         ):
-            self.table.write_sampled(row, position + 1, tokens)
+            self.table.write_sampled(row, int(position) + 1, tokens)
         return accepted
+
+    def _sample(
+        self, rows: Int32Array, positions: Int32Array, logit_rows: Int32Array, raw: Array
+    ) -> Accepted:
+        """Where nothing is drafted: one token for each row."""
+        if len(rows) == 0:
+            return Accepted([], [], np.zeros(0, np.bool_), ())
+        places = positions.astype(np.int64) + 1
+        result = self._sampler.sample(self._logits(raw, logit_rows), rows, places)
+        self.table.write_next(rows, places, result.token_ids)
+        tokens = [[token] for token in result.token_ids.tolist()]
+        return Accepted([[0]] * len(rows), tokens, result.is_faulty, result.logprobs)
+
+    def _logits(self, raw: Array, index: Int32Array) -> torch.Tensor:
+        if len(index) < raw.shape[0]:
+            raw = self._model.ops.select(raw, index)
+        return self._model.logits(raw)
 
 
 def _output(

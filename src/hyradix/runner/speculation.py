@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from hyradix.config import EngineConfig
 from hyradix.kernels.ops import Array
@@ -76,6 +75,8 @@ class Speculation:
     def begin(self, batch: ScheduledBatch) -> TreeRows | None:
         """Bring lagging states up where the round needs it, then draft; None: no trees."""
         if self.keeper is None:
+            return None
+        if self.mode == "snapshot" and not (batch.max_nodes > 1).any():
             return None
         index = np.flatnonzero(batch.max_nodes > 0).astype(np.int32)
         if len(index) == 0:
@@ -156,13 +157,11 @@ class Speculation:
         pool = self.pools.states.hidden
         assert pool is not None
         states = prepared.states
-        values = self.model.ops.tensor(hidden)
-        ends = states.cu_seqlens[1:].astype(np.int64)
-        pool[0, torch.from_numpy(states.slots.astype(np.int64))] = values[ends - 1]
+        target = self.model.ops.view(pool[0])
+        target[states.slots] = hidden[states.cu_seqlens[1:] - 1]
         if len(states.save_slots):
             firsts = np.repeat(states.cu_seqlens[:-1], np.diff(states.save_offsets))
-            at = firsts.astype(np.int64) + states.save_at - 1
-            pool[0, torch.from_numpy(states.save_slots.astype(np.int64))] = values[at]
+            target[states.save_slots] = hidden[firsts + states.save_at - 1]
 
     def learn(
         self,

@@ -17,6 +17,7 @@ import numpy as np
 from hyradix.scheduler.draft_choice import (
     Choice,
     Floats,
+    Ints,
     StepCosts,
     choose_chain,
     costs_at,
@@ -75,8 +76,11 @@ SECOND_CHANCE = 0.4
 PROBE_EVERY = 64
 """Steps without drafts before a request is tried again; twice as many after each."""
 PROBE_DEPTH = 2
-PATIENCE = 2
-"""Steps without drafts after which a request is given up, where keeping up costs something."""
+REUSE_STEPS, IDLE_STEPS = 4, 8
+"""A choice stands for so many steps, with drafts and without, while the requests are the same."""
+LEARN = 24.0
+"""Drafts that are judged before it is believed that they do not pay."""
+LEARN_ROWS = 4
 PROBE_SHARE = 16
 """While drafts do not pay in general, one of so many new requests is tried."""
 HOST = 1.2
@@ -124,9 +128,12 @@ class AutomaticDrafting(Drafting):
         self._tree_gains: list[_Rate | None] = [None] * len(self._trees)
         self._plainness = _Rate(tries=8.0, hits=8.0 * HOST)
         """What a step without drafts takes, next to what was measured at start."""
-        self._slowness = _Rate(tries=8.0, hits=8.0)
+        self._slowness = _Rate(tries=24.0, hits=24.0)
         """What drafts add to a step, next to what was measured at start."""
         self._plan: dict[str, tuple[int, int]] = {}
+        self._names: list[str] = []
+        """Whom the plan is for, and how many steps ago it was made."""
+        self._age = 0
         self._tree: int | None = None
         self._expected: dict[str, float] = {}
 
@@ -134,13 +141,21 @@ class AutomaticDrafting(Drafting):
 
     def begin_step(self, decodes: Sequence[RequestState]) -> None:
         """Choose for all of them at once."""
-        self._plan, self._tree, self.topk = {}, None, 1
-        if not decodes:
+        names = [state.request_id for state in decodes]
+        self._age += 1
+        if names == self._names and self._age < (REUSE_STEPS if self._plan else IDLE_STEPS):
+            return
+        self._names, self._age = names, 0
+        self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
+        if not any(state.is_followed for state in decodes):
             return
         costs = self._step_costs(len(decodes))
         acceptance = self._acceptance(decodes)
         room = [(s.max_total_tokens - s.num_scheduled_tokens - 2) * s.is_followed for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
+        if self._general[0].tries < PRIOR_WEIGHT + LEARN:
+            self._try_out(decodes, limits)
+            return
         choice = choose_chain(acceptance, limits, costs)
         plain = len(decodes) / costs.plain
         if choice.rate < plain * (1.0 + MARGIN):
@@ -150,7 +165,14 @@ class AutomaticDrafting(Drafting):
             for state, depth, limit in zip(decodes, choice.depths, limits, strict=True):
                 depth = int(depth) or self._probe(state, int(limit))
                 self._follow(state, depth)
-                self._plan[state.request_id] = (depth + 1, depth + 1)
+                if depth:
+                    self._plan[state.request_id] = (depth + 1, depth + 1)
+
+    def _try_out(self, decodes: Sequence[RequestState], limits: Ints) -> None:
+        """At first too little is known for a choice: a few requests have short chains."""
+        for state, limit in zip(decodes[:LEARN_ROWS], limits.tolist(), strict=False):
+            depth = min(PROBE_DEPTH + 1, limit)
+            self._plan[state.request_id] = (depth + 1, depth + 1)
 
     def _step_costs(self, num_rows: int) -> StepCosts:
         found = costs_at(self._costs, num_rows)
@@ -199,7 +221,7 @@ class AutomaticDrafting(Drafting):
         if state.draft_wait < 0:
             state.draft_wait = PROBE_EVERY if state.arrival % PROBE_SHARE else 0
         if state.draft_wait > 0:
-            state.draft_wait -= 1
+            state.draft_wait -= IDLE_STEPS
             return 0
         state.draft_pause *= 2
         state.draft_wait = state.draft_pause
@@ -210,8 +232,7 @@ class AutomaticDrafting(Drafting):
 
         (The KV that the layer has not computed can be had in no other way.)
         """
-        state.idle_steps = 0 if depth else state.idle_steps + 1
-        if self._has_upkeep and state.idle_steps > PATIENCE:
+        if self._has_upkeep and not depth:
             state.is_followed = False
 
     def limit(self, state: RequestState) -> tuple[int, int]:
@@ -223,7 +244,7 @@ class AutomaticDrafting(Drafting):
     def learn(self, state: RequestState, num_nodes: int, num_accepted: int, depth: int) -> None:
         """See ``Drafting``."""
         super().learn(state, num_nodes, num_accepted, depth)
-        expected = self._expected.pop(state.request_id, None)
+        expected = self._expected.get(state.request_id)
         if num_nodes <= 1:
             return
         tried = min(num_accepted + 1, depth)

@@ -110,8 +110,6 @@ class RequestState:
     draft_wait: int = -1
     """Steps without drafts until it is tried again; -1: not decided yet."""
     draft_pause: int = 64
-    idle_steps: int = 0
-    """Steps without drafts since the last one with some."""
     is_followed: bool = True
     """Whether the proposer keeps up with it; once it does not, it cannot draft for it."""
 
