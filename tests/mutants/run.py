@@ -134,10 +134,16 @@ def heading(command: str, commit: str, num_found: int, num_faults: int) -> list[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="faults whose name or place contains this")
+    parser.add_argument("--start", type=int, default=1, help="number of the first fault tried")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     parser.add_argument("--workers", type=int, default=1, help="faults planted at a time")
     options = parser.parse_args()
-    faults = [f for f in load() if options.only in f"{f.place}: {f.name}"]
+    numbered = [
+        (number, fault)
+        for number, fault in enumerate(load(), 1)
+        if number >= options.start and options.only in f"{fault.place}: {fault.name}"
+    ]
+    faults = [fault for _, fault in numbered]
     rows, num_found, commit = [], 0, current_commit()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
         roots: SimpleQueue[Path] = SimpleQueue()
@@ -148,7 +154,7 @@ def main() -> int:
             sound = run(Path(folder) / "0")
             assert "test" not in sound, f"the suite fails without a fault: {sound}"
         verdicts = pool.map(lambda fault: try_fault(fault, roots), faults)
-        for number, (fault, verdict) in enumerate(zip(faults, verdicts, strict=True), 1):
+        for (number, fault), verdict in zip(numbered, verdicts, strict=True):
             num_found += "test" in verdict
             rows.append(row(number, fault, verdict))
             print(rows[-1], f"{verdict.get('seconds', '?')} s", flush=True)
