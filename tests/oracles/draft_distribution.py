@@ -46,14 +46,14 @@ WAYS: dict[str, dict[str, object]] = {
 class BiasedSampler(Sampler):
     """A planted fault: now and then the likeliest token is taken instead of a drawn one."""
 
-    SHARE = 0.06
+    share = 0.06
 
     def sample(self, logits: torch.Tensor, rows: Int32Array, positions: Int64Array) -> SampleResult:
         """As if a likely draft were accepted too often."""
         fair = super().sample(logits, rows, positions)
         noise = (positions * 2654435761 + self._seeds[rows] * 40503) % 1000 / 1000
         best = logits.argmax(dim=-1).numpy().astype(np.int32)
-        tokens = np.where(noise < self.SHARE, best, fair.token_ids)
+        tokens = np.where(noise < self.share, best, fair.token_ids)
         return SampleResult(tokens, fair.is_faulty, fair.logprobs)
 
 
@@ -65,13 +65,14 @@ class Job:
     first_seed: int
     count: int
     is_biased: bool = False
+    share: float = 0.06
 
 
 def draw(engines: DemoEngines, job: Job) -> list[Counter[int]]:
     """Counts of the tokens at each of ``PLACES``."""
     engine = engines.make(max_requests=32, num_threads=1, spec_state="auto", **WAYS[job.way])
     if job.is_biased:
-        _plant(engine)
+        _plant(engine, job.share)
     template = ChatTemplate.from_dir(engines.directory, engines.tokenizer)
     prompt = template.render([{"role": "user", "content": QUESTION}]).token_ids
     counts: list[Counter[int]] = [Counter() for _ in PLACES]
@@ -94,9 +95,10 @@ def draw(engines: DemoEngines, job: Job) -> list[Counter[int]]:
     return counts
 
 
-def _plant(engine: Engine) -> None:
+def _plant(engine: Engine, share: float) -> None:
     runner: Any = engine._runner
     runner._sampler.__class__ = BiasedSampler
+    runner._sampler.share = share
 
 
 def _request(prompt: Any, seed: int) -> Request:

@@ -73,16 +73,16 @@ FORGET = 0.97
 """Weight that a round keeps when the next one comes."""
 SECOND_CHANCE = 0.4
 """Of the first drafts that fail, those that a wider tree is thought to catch at first."""
-PROBE_EVERY = 64
-"""Steps without drafts before a request is tried again; twice as many after each."""
 PROBE_DEPTH = 2
+SLOWLY = 0.9999
+"""Weight that the time without drafts, and what trials took of it, keep from step to step."""
+PROBE_SHARE = 0.007
+"""Of the time, what trying drafts may cost while they are thought not to pay."""
 REUSE_STEPS, IDLE_STEPS = 4, 8
 """A choice stands for so many steps, with drafts and without, while the requests are the same."""
 LEARN = 24.0
 """Drafts that are judged before it is believed that they do not pay."""
 LEARN_ROWS = 4
-PROBE_SHARE = 16
-"""While drafts do not pay in general, one of so many new requests is tried."""
 HOST = 1.2
 """Share of a step that the host takes beside the model, until it was measured."""
 OUTLIER = 3.0
@@ -111,7 +111,9 @@ class AutomaticDrafting(Drafting):
     """Off, chains of any depth for each request, or trees for all of a few requests.
 
     A request's chance of acceptance is its own, drawn toward everybody's while it is young. Where
-    no drafts are best, requests are still tried now and then, seldom and not for long.
+    no drafts are best, requests are still tried now and then, seldom and not for long. Where a
+    draft layer would have to keep up with a request (``mtp``), one without drafts is given up for
+    good: the KV that the layer has not computed can be had in no other way.
     """
 
     def __init__(self, spec: SpecConfig, costs: RoundCosts | None) -> None:
@@ -131,6 +133,8 @@ class AutomaticDrafting(Drafting):
         self._slowness = _Rate(tries=24.0, hits=24.0)
         """What drafts add to a step, next to what was measured at start."""
         self._plan: dict[str, tuple[int, int]] = {}
+        self._time = self._spent = 0.0
+        """Seconds without drafts, and those that trials added to them."""
         self._names: list[str] = []
         """Whom the plan is for, and how many steps ago it was made."""
         self._age = 0
@@ -162,11 +166,14 @@ class AutomaticDrafting(Drafting):
             choice = Choice(np.zeros(len(decodes), np.int64), plain)
         self._choose_tree(decodes, acceptance, choice, costs)
         if self._tree is None:
-            for state, depth, limit in zip(decodes, choice.depths, limits, strict=True):
-                depth = int(depth) or self._probe(state, int(limit))
-                self._follow(state, depth)
+            for state, depth in zip(decodes, choice.depths.tolist(), strict=True):
                 if depth:
                     self._plan[state.request_id] = (depth + 1, depth + 1)
+            if not self._plan:
+                self._probe(decodes, limits, costs)
+        if self._has_upkeep:
+            for state in decodes:
+                state.is_followed = state.request_id in self._plan
 
     def _try_out(self, decodes: Sequence[RequestState], limits: Ints) -> None:
         """At first too little is known for a choice: a few requests have short chains."""
@@ -216,24 +223,16 @@ class AutomaticDrafting(Drafting):
         measured = self._tree_gains[index]
         return guess if measured is None else guess * measured.value
 
-    def _probe(self, state: RequestState, limit: int) -> int:
-        """Drafts for a request that would have none, if it is its turn to be tried; else 0."""
-        if state.draft_wait < 0:
-            state.draft_wait = PROBE_EVERY if state.arrival % PROBE_SHARE else 0
-        if state.draft_wait > 0:
-            state.draft_wait -= IDLE_STEPS
-            return 0
-        state.draft_pause *= 2
-        state.draft_wait = state.draft_pause
-        return min(PROBE_DEPTH, limit)
-
-    def _follow(self, state: RequestState, depth: int) -> None:
-        """Give a request up for good where a draft layer would have to keep up with it in vain.
-
-        (The KV that the layer has not computed can be had in no other way.)
-        """
-        if self._has_upkeep and not depth:
-            state.is_followed = False
+    def _probe(self, decodes: Sequence[RequestState], limits: Ints, costs: StepCosts) -> None:
+        """Now and then one request is tried although drafts are thought not to pay: the one whose
+        last trial is longest ago, where trials have not cost their share of the time yet."""
+        able = [i for i, limit in enumerate(limits.tolist()) if limit >= PROBE_DEPTH]
+        extra = costs.round + (costs.draft + costs.node) * PROBE_DEPTH
+        if not able or self._spent + REUSE_STEPS * extra > PROBE_SHARE * self._time:
+            return
+        self._spent += REUSE_STEPS * extra
+        state = min((decodes[i] for i in able), key=lambda state: state.num_draft_rounds)
+        self._plan[state.request_id] = (PROBE_DEPTH + 1, PROBE_DEPTH + 1)
 
     def limit(self, state: RequestState) -> tuple[int, int]:
         """See ``Drafting``."""
@@ -263,6 +262,8 @@ class AutomaticDrafting(Drafting):
         costs = costs_at(self._costs, num_rows)
         if num_nodes == num_rows:
             self._plainness.add(min(seconds / costs.plain, OUTLIER), 1.0)
+            self._spent *= SLOWLY
+            self._time = self._time * SLOWLY + seconds
             return
         beside = costs.round + costs.draft * depth + costs.node * (num_nodes - num_rows)
         measured = seconds - costs.plain * self._plainness.value

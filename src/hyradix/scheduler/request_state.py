@@ -107,9 +107,6 @@ class RequestState:
     draft_tries: float = 0.0
     """Drafts of it that were judged; older rounds count less."""
     draft_hits: float = 0.0
-    draft_wait: int = -1
-    """Steps without drafts until it is tried again; -1: not decided yet."""
-    draft_pause: int = 64
     is_followed: bool = True
     """Whether the proposer keeps up with it; once it does not, it cannot draft for it."""
 

@@ -1,0 +1,187 @@
+"""The automatic choice: its arithmetic against brute force, and what it comes to at length."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import pytest
+
+from hyradix.request import Request, SamplingParams
+from hyradix.scheduler.draft_choice import StepCosts, choose_chain, costs_at
+from hyradix.scheduler.drafting import AutomaticDrafting, Drafting, make_drafting
+from hyradix.scheduler.request_state import RequestState
+from hyradix.spec_config import DraftShape, RoundCosts, SpecConfig
+
+COSTS = RoundCosts(
+    rows=(1, 8, 32),
+    plain=(1.0, 1.6, 4.0),
+    node=(0.05, 0.12, 0.12),
+    draft=(0.2, 0.3, 0.8),
+    round=(0.2, 0.4, 0.9),
+)
+"""Much like a CPU: verifying is nearly free for one row, and costs a token's time for many."""
+
+
+def spec(topk: int = 1, steps: int = 5, nodes: int = 6, proposer: str = "ngram") -> SpecConfig:
+    shape = DraftShape(topk=topk, steps=steps, nodes=nodes)
+    return SpecConfig(proposer=proposer, state="snapshot", shape=shape, is_automatic=True)  # type: ignore[arg-type]
+
+
+def rate(acceptance: np.ndarray, depths: list[int], costs: StepCosts) -> float:
+    gain = sum(np.cumprod(row[:depth]).sum() for row, depth in zip(acceptance, depths, strict=True))
+    seconds = costs.plain
+    if any(depths):
+        seconds += costs.round + costs.draft * max(depths) + costs.node * sum(depths)
+    return (len(depths) + gain) / seconds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_is_about_the_best_there_is(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_rows, deepest = int(rng.integers(1, 4)), 4
+    acceptance = rng.uniform(0.05, 0.98, (num_rows, deepest))
+    limits = rng.integers(0, deepest + 1, num_rows)
+    costs = StepCosts(1.0, *rng.uniform(0.01, 0.4, 3))
+    choice = choose_chain(acceptance, limits, costs)
+    assert (choice.depths <= limits).all()
+    best = max(
+        rate(acceptance, list(depths), costs)
+        for depths in itertools.product(*(range(limit + 1) for limit in limits))
+    )
+    assert choice.rate == pytest.approx(rate(acceptance, choice.depths.tolist(), costs))
+    assert choice.rate >= 0.98 * best
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    assert costs_at(COSTS, 1).plain == 1.0
+    assert 1.0 < costs_at(COSTS, 4).plain < 1.6
+    assert costs_at(COSTS, 64).plain == pytest.approx(8.0)
+
+
+@dataclass
+class Served:
+    """What a long run came to, in made-up seconds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+
+
+def make_state(name: str, arrival: int) -> RequestState:
+    request = Request(
+        request_id=name,
+        prompt_token_ids=np.arange(8, dtype="<i4").tobytes(),
+        sampling=SamplingParams(max_tokens=None),
+        seed=0,
+    )
+    state = RequestState.create(request, max_context=1 << 20, arrival=arrival)
+    state.num_scheduled_tokens = 8
+    return state
+
+
+def serve(
+    drafting: Drafting, num_rows: int, chance: float, *, steps: int = 600, length: int = 80
+) -> Served:
+    """Requests of ``length`` steps, ``num_rows`` at a time; a draft is right by ``chance``."""
+    rng, served, count = Random(1), Served(), num_rows
+    rows = [make_state(str(i), i) for i in range(num_rows)]
+    for step in range(steps):
+        if step % length == length - 1:
+            rows = [make_state(str(count + i), count + i) for i in range(num_rows)]
+            count += num_rows
+        drafting.begin_step(rows)
+        limits = [drafting.limit(state) for state in rows]
+        nodes = sum(nodes for nodes, _ in limits)
+        depth = max(accepted for _, accepted in limits) - 1
+        costs = costs_at(COSTS, num_rows)
+        seconds = costs.plain
+        if nodes > num_rows:
+            seconds += costs.round + costs.draft * depth + costs.node * (nodes - num_rows)
+        for state, (num_nodes, accepted) in zip(rows, limits, strict=True):
+            right = 0
+            while right < accepted - 1 and rng.random() < chance:
+                right += 1
+            served.tokens += 1 + right
+            served.rounds += num_nodes > 1
+            drafting.learn(state, num_nodes, right, min(num_nodes, accepted) - 1)
+        drafting.learn_time(num_rows, nodes, depth, seconds)
+        served.seconds += seconds
+    return served
+
+
+class Fixed(Drafting):
+    """Chains of one depth for everybody."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(None)
+        self._depth = depth
+
+    def limit(self, state: RequestState) -> tuple[int, int]:
+        return self._depth + 1, self._depth + 1
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.8, 0.95])
+def test_never_much_under_plain_and_near_the_best_fixed_choice(
+    num_rows: int, chance: float, proposer: str
+) -> None:
+    drafting = AutomaticDrafting(spec(proposer=proposer), COSTS)
+    serve(drafting, num_rows, chance, steps=240)  # at first it has to learn
+    found = serve(drafting, num_rows, chance)
+    speeds = []
+    for depth in range(6):
+        fixed = serve(Fixed(depth), num_rows, chance)
+        speeds.append(fixed.tokens / fixed.seconds)
+    speed = found.tokens / found.seconds
+    assert speed >= 0.97 * speeds[0]
+    assert speed >= 0.95 * max(speeds)
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+def test_a_change_of_what_is_served_is_noticed(proposer: str) -> None:
+    drafting = AutomaticDrafting(spec(proposer=proposer), COSTS)
+    serve(drafting, 1, 0.1, steps=1600)
+    serve(drafting, 1, 0.95, steps=2400)
+    better = serve(drafting, 1, 0.95, steps=400)
+    assert better.rounds > 200
+    serve(drafting, 1, 0.1, steps=200)
+    worse = serve(drafting, 1, 0.1, steps=400)
+    assert worse.rounds < 40
+
+
+def test_a_request_that_was_given_up_has_no_more_drafts() -> None:
+    drafting = AutomaticDrafting(spec(proposer="mtp"), COSTS)
+    serve(drafting, 32, 0.05, steps=200)
+    rows = [make_state(f"new-{i}", 1 + 16 * i) for i in range(4)]
+    drafting.begin_step(rows)
+    given_up = [state for state in rows if not state.is_followed]
+    assert len(given_up) >= 3  # one may be on trial
+    for _ in range(100):
+        drafting.begin_step(rows)
+        assert all(drafting.limit(state) == (1, 1) for state in given_up)
+        assert not any(state.is_followed for state in given_up)
+
+
+def test_no_chain_is_longer_than_what_is_left_of_a_request() -> None:
+    drafting = AutomaticDrafting(spec(), COSTS)
+    state = make_state("r", 0)
+    state.max_total_tokens = 11  # 8 consumed, one known: one more draft would be the last token
+    drafting.begin_step([state])
+    assert drafting.limit(state)[1] <= 2
+
+
+def test_only_an_automatic_shape_is_chosen() -> None:
+    fixed = SpecConfig(
+        proposer="ngram",
+        state="log",
+        shape=DraftShape(topk=2, steps=3, nodes=8),
+        is_automatic=False,
+    )
+    drafting = make_drafting(fixed, None)
+    assert drafting.limit(make_state("r", 0)) == (8, 4)
+    assert make_drafting(None, None).limit(make_state("r", 0)) == (1, 1)
+    assert isinstance(make_drafting(spec(), None), AutomaticDrafting)
