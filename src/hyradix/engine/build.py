@@ -95,5 +95,20 @@ def _info(config: EngineConfig, facts: ModelFacts, directory: Path, load_s: floa
         dtype=config.dtype,
         device=config.device,
         load_s=load_s,
+        drafts=_drafts(config),
+        draft_bytes=config.draft_bytes,
         model_dir=str(directory),
     )
+
+
+def _drafts(config: EngineConfig) -> str:
+    """What was decided about drafts and the log."""
+    spec, log = config.spec, f"a state log of {config.num_log_rows} rows"
+    if spec is None:
+        return log if config.num_log_rows else ""
+    shape = spec.shape
+    form = "chains" if shape.is_chain else f"trees of topk {shape.topk},"
+    size = f"up to {form} {shape.steps} deep, {shape.nodes} nodes"
+    kept = log if spec.state == "log" else f"states kept by {spec.state}"
+    chosen = "chosen every round, " if spec.is_automatic else ""
+    return f"drafts by {spec.proposer}, {chosen}{size}, {kept}"

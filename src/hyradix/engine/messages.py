@@ -147,6 +147,9 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     dtype: str
     device: str
     load_s: float = 0.0
+    drafts: str = ""
+    """What was decided about drafts and the state log, in words; empty: neither."""
+    draft_bytes: int = 0
 
 
 class Submit(msgspec.Struct, tag=True):

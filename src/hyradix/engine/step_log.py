@@ -74,7 +74,7 @@ def _drafts(before: EngineStats, after: EngineStats) -> str:
 def pool_lines(info: EngineInfo) -> list[str]:
     """Describe the model and its pools, for the start of the log."""
     total = info.kv_pool_bytes + info.state_pool_bytes
-    return [
+    lines = [
         f"model {info.model_name} ({info.architecture}), {info.dtype} on {info.device}, "
         f"weights {info.weight_bytes / MIB:.1f} MiB, loaded in {info.load_s:.1f} s",
         f"KV pool: {info.num_kv_slots} slots, {info.kv_pool_bytes / MIB:.1f} MiB "
@@ -84,6 +84,12 @@ def pool_lines(info: EngineInfo) -> list[str]:
         f"both pools: {total / MIB:.1f} MiB; up to {info.max_requests} running requests of up to "
         f"{info.max_context} tokens",
     ]
+    if info.drafts:
+        lines.append(
+            f"{info.drafts}: {info.draft_bytes / MIB:.1f} MiB beside the pools "
+            f"({info.draft_bytes} bytes)"
+        )
+    return lines
 
 
 def _usage(pool: PoolStats) -> float:
