@@ -1,6 +1,7 @@
 """Settings: what a user may choose (``Settings``), and what follows from it (``EngineConfig``).
 
-Owns: every option's name, default and range, and the arithmetic that divides memory.
+Owns: every option's name, default and range, and the arithmetic that divides memory: one file, so
+that whoever asks what an option does to the engine finds it here (the reason for its length).
 Does not know: how models are loaded or memory is allocated; it is told facts and computes.
 Invariants: both objects are frozen; ``resolve`` runs once; "auto" and None are gone after it;
 computed bytes equal allocated bytes (a test of the runner's pools asserts it).

@@ -1,7 +1,8 @@
 """The vocabulary shared by both planes: what a request is, what goes down, what comes up.
 
 Owns: ``SamplingParams``, ``Request``, ``ScheduledBatch`` (control plane to data plane) and
-``StepOutput`` (data plane to control plane). Integers only (numpy, no torch).
+``StepOutput`` (data plane to control plane), in one file: it is the whole contract between the
+planes (the reason for its length). Integers only (numpy, no torch).
 Does not know: the tree, the queue, tensors.
 
 Invariants:
