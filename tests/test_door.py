@@ -76,4 +76,4 @@ def test_a_config_field_of_the_wrong_form(field: str, tmp_path: Path) -> None:
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="I8"):
-        checkpoint.shapes_in([tmp_path / "model.safetensors"])
+        checkpoint.weights_in([tmp_path / "model.safetensors"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hyradix.errors import ModelLoadError
 from hyradix.kernels.ops import load_ops
 from hyradix.models import checkpoint, loader
 from hyradix.models.loader import build_model, init_random, load_config, load_model, model_facts
+from hyradix.models.stored import StoredTensor, read
 from tests.support.checkpoints import COMMON, EXPERTS
 
 WEIGHTS = "model.safetensors"
@@ -78,6 +81,50 @@ def test_files_that_are_missing_or_damaged(directory):
     fails(directory, "config.json")
     (directory / "config.json").unlink()
     fails(directory, "has no config.json")
+
+
+def test_a_file_that_shrinks_while_it_is_read(directory, monkeypatch):
+    whole = checkpoint.weights_in
+
+    def shrinking(paths):
+        found = whole(paths)
+        paths[0].write_bytes(paths[0].read_bytes()[:-8])
+        return found
+
+    monkeypatch.setattr(checkpoint, "weights_in", shrinking)
+    fails(directory, WEIGHTS, "damaged")
+
+
+def test_a_load_holds_one_layers_sources_and_maps_no_file(directory, monkeypatch):
+    """bfloat16 kept as float32: what was read is let go once it is converted."""
+    change_config(directory, num_hidden_layers=12)
+    tensors = {name: t.bfloat16() for name, t in init_random(load_config(directory)).items()}
+    save_file(tensors, directory / WEIGHTS)
+    sizes = {}
+    for name, tensor in tensors.items():
+        part = name.split("layers.")[-1].split(".")[0]
+        sizes[part] = sizes.get(part, 0) + tensor.nbytes
+    live, most = 0, 0
+    plain = StoredTensor.read
+
+    def watched(self):
+        nonlocal live, most
+        tensor = plain(self)
+        size = tensor.nbytes
+        live, most = live + size, max(most, live + size)
+
+        def gone():
+            nonlocal live
+            live -= size
+
+        weakref.finalize(tensor, gone)
+        return tensor
+
+    monkeypatch.setattr(StoredTensor, "read", watched)
+    model = load_model(directory)
+    assert most <= max(sizes.values()) < model.weight_bytes / 2 / 10
+    assert live == 0
+    assert str(directory) not in Path("/proc/self/maps").read_text()
 
 
 def test_sharded(directory):
@@ -152,9 +199,10 @@ def read_tensors(directory, monkeypatch):
     """What the builder gets."""
     got = {}
     monkeypatch.setattr(
-        loader, "build_model", lambda config, tensors, *_, **__: got.update(tensors)
+        loader, "build_model", lambda config, sources, *_, **__: got.update(sources)
     )
     load_model(directory)
+    got = {name: read(source) for name, source in got.items()}
     monkeypatch.undo()
     return got
 

@@ -1,10 +1,15 @@
 """Flat named weights to a ``Decoder``: embedding, layers, head, and a draft head where wanted.
 
-Owns: which weights belong to which layer. Does not know: files, batches, pools, what is in a layer.
+Owns: which weights belong to which layer, and when each is read: just before what is built of it.
+Does not know: files, batches, pools, what is in a layer.
 Read next: ``layer_builder.py``, ``shapes.py`` (the names), ``decoder.py``.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 
@@ -18,11 +23,14 @@ from hyradix.models.head_names import HeadName
 from hyradix.models.layer_builder import LayerBuilder, Tensors
 from hyradix.models.registry import Family
 from hyradix.models.shapes import NORMS
+from hyradix.models.stored import Source, Sources, read
 from hyradix.spec_config import MAX_NODES
+
+AnySource = TypeVar("AnySource", bound=Source)
 
 
 class DecoderBuilder:
-    """Makes a ``Decoder`` out of flat named weights, which it takes out of ``tensors`` as it goes.
+    """Makes a ``Decoder`` out of flat named weights, which it takes out of ``sources`` as it goes.
 
     ``max_context`` bounds the positions of tokens; draft nodes may stand past it.
     """
@@ -36,45 +44,44 @@ class DecoderBuilder:
         angles = rotary_table(max_context + MAX_NODES, config.rotary_dim, config.rope_theta)
         self._layers = LayerBuilder(config, family, ops, dtype, angles)
 
-    def build(self, tensors: Tensors, head_name: HeadName | None = None) -> Decoder:
-        """``tensors`` has exactly the ``expected_shapes`` and a head's; it is empty afterwards."""
+    def build(self, sources: Sources, head_name: HeadName | None = None) -> Decoder:
+        """``sources`` has exactly the ``expected_shapes`` and a head's; it is empty afterwards."""
         config, ops = self._config, self._ops
-        head_weights = _take(tensors, f"{head_name}.") if head_name else {}
-        weight_bytes = self._num_bytes(tensors)
-        source = tensors.pop("model.embed_tokens.weight")
-        unembedding = source if config.is_tied else tensors.pop("lm_head.weight")
-        embedding = self._embedding(source, unembedding, self._dtype)
+        head_weights = _take(sources, f"{head_name}.") if head_name else {}
+        weight_bytes = self._num_bytes(sources.values())
+        embedding, draft_embedding = self._embeddings(sources, head_weights)
         layers = [
-            self._layers.layer(i, _take(tensors, f"model.layers.{i}."))
+            self._layers.layer(i, _take(sources, f"model.layers.{i}."))
             for i in range(len(config.layers))
         ]
-        last = tensors.pop("model.norm.weight")
+        last = read(sources.pop("model.norm.weight"))
         norm = self._layers.norm(last, divisor=config.logits_divisor)
-        assert not tensors, "expected_shapes and build disagree"
+        assert not sources, "expected_shapes and build disagree"
         head = None
-        if head_name:
-            dtype = self._draft_dtype(head_weights)
-            head = self._head(
-                head_name, head_weights, self._embedding(source, unembedding, dtype), dtype
-            )
+        if head_name and draft_embedding is not None:
+            head = self._head(head_name, head_weights, draft_embedding)
         return Decoder(config, ops, embedding, layers, norm, weight_bytes, head)
 
-    def _num_bytes(self, tensors: Tensors) -> int:
-        return sum(t.numel() for t in tensors.values()) * self._dtype.itemsize
+    def _num_bytes(self, weights: Iterable[Source]) -> int:
+        return sum(math.prod(weight.shape) for weight in weights) * self._dtype.itemsize
 
-    def _embedding(
-        self, source: torch.Tensor, unembedding: torch.Tensor, dtype: torch.dtype
-    ) -> Embedding:
-        """``dtype``: of the matrix that gives logits; where the two are one and so are the types,
-        it is kept once."""
-        weight = source.to(self._dtype)
-        is_one = unembedding is source and dtype == self._dtype
-        return Embedding(
-            self._ops,
-            weight,
-            None if is_one else unembedding.to(dtype),
-            multiplier=self._config.embedding_multiplier,
-        )
+    def _embeddings(self, sources: Sources, head: Tensors) -> tuple[Embedding, Embedding | None]:
+        """The model's, and that of a draft head where there is one: one matrix gives both their
+        vectors, and logits too where it is tied and of the type that they are computed in."""
+        source = read(sources.pop("model.embed_tokens.weight"))
+        weight, is_tied = source.to(self._dtype), self._config.is_tied
+        unembedding = source if is_tied else read(sources.pop("lm_head.weight"))
+
+        def embedding(dtype: torch.dtype) -> Embedding:
+            is_one = is_tied and dtype == self._dtype
+            return Embedding(
+                self._ops,
+                weight,
+                None if is_one else unembedding.to(dtype),
+                multiplier=self._config.embedding_multiplier,
+            )
+
+        return embedding(self._dtype), embedding(self._draft_dtype(head)) if head else None
 
     def _draft_dtype(self, head: Tensors) -> torch.dtype:
         """What reads least for a guess: bfloat16 weights as they were stored, where the backend
@@ -83,10 +90,9 @@ class DecoderBuilder:
         is_exact = self._ops.name == "compiled"
         return torch.bfloat16 if is_stored_so and is_exact else self._dtype
 
-    def _head(
-        self, name: HeadName, tensors: Tensors, embedding: Embedding, dtype: torch.dtype
-    ) -> DraftHead:
-        make, num_bytes = self._layers.with_dtype(dtype), self._num_bytes(tensors)
+    def _head(self, name: HeadName, tensors: Tensors, embedding: Embedding) -> DraftHead:
+        dtype, num_bytes = self._draft_dtype(tensors), self._num_bytes(tensors.values())
+        make = self._layers.with_dtype(dtype)
         layer = _take(tensors, "layers.0.")
         norms = [make.norm(layer.pop(norm)) for norm in NORMS]
         index = self._config.num_attention_layers  # its KV follows the target's
@@ -104,7 +110,7 @@ class DecoderBuilder:
         )
 
 
-def _take(tensors: Tensors, prefix: str) -> Tensors:
-    """Take all weights whose names start so, under what is left of their names."""
-    names = [name for name in tensors if name.startswith(prefix)]
-    return {name[len(prefix) :]: tensors.pop(name) for name in names}
+def _take(sources: dict[str, AnySource], prefix: str) -> Tensors:
+    """Read all weights whose names start so; they go by what is left of their names."""
+    names = [name for name in sources if name.startswith(prefix)]
+    return {name[len(prefix) :]: read(sources.pop(name)) for name in names}

@@ -1,15 +1,15 @@
 """A checkpoint on disk: where it is, its JSON files, its safetensors shards.
 
-Owns: finding (or downloading) a directory and reading it, with an error for everything that can
-be wrong with it. Does not know: what the weights mean.
+Owns: finding (or downloading) a directory, and where in it each weight lies, with an error for
+everything that can be wrong with it. Does not know: what the weights mean.
 Invariant: safetensors only; no code of a checkpoint is ever run.
-Read next: ``loader.py``.
+Read next: ``stored.py``, ``loader.py``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,17 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from hyradix.errors import ModelLoadError
+from hyradix.models.stored import StoredTensor
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 Progress = Callable[[str, int, int], None]
 """(stage, done, total): called as work goes on."""
-DTYPES = ("F32", "F16", "BF16", "F64")
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -87,36 +93,34 @@ def weight_names(directory: Path) -> list[str]:
     """Names of all weights, from the index or the headers; none where there are no files."""
     if (directory / INDEX).exists():
         return list(read_json(directory / INDEX).get("weight_map", {}))
-    return list(shapes_in(shard_paths(directory))) if has_weights(directory) else []
+    return list(weights_in(shard_paths(directory))) if has_weights(directory) else []
 
 
-def shapes_in(paths: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Weight name -> (file, shape), from the files' headers."""
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+def weights_in(paths: list[Path]) -> dict[str, StoredTensor]:
+    """Every weight by name, from the files' headers; a name in several files is the last one's."""
+    found: dict[str, StoredTensor] = {}
     for path in paths:
-        with _open(path) as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                part = shard.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise ModelLoadError(
-                        f"{path}: {name} is {part.get_dtype()}; quantised weights are not "
-                        f"supported, only {', '.join(DTYPES)}"
-                    )
-                found[name] = (path, tuple(part.get_shape()))
+        header, first_byte = _read_header(path)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise ModelLoadError(
+                    f"{path}: {name} is {entry['dtype']}; quantised weights are not supported, "
+                    f"only {', '.join(DTYPES)}"
+                )
+            first = first_byte + entry["data_offsets"][0]
+            shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+            found[name] = StoredTensor(path, first, shape, dtype)
     return found
 
 
-def read_tensors(names_by_path: dict[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors, file by file."""
-    for path, names in names_by_path.items():
-        with _open(path) as shard:
-            for name in names:
-                yield name, shard.get_tensor(name)
-
-
-def _open(path: Path) -> Any:
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, which the library has found to fit the file; and where the data begins."""
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="pt"), path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(size)), 8 + size
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is damaged or not a safetensors file: {error}") from error
 

@@ -7,6 +7,7 @@ Read next: ``decoder.py``, ``checkpoint.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from hyradix.models.layer_builder import Tensors
 from hyradix.models.pieces import Shape, find_pieces
 from hyradix.models.registry import FAMILIES, Family, find_family
 from hyradix.models.shapes import Shapes, expected_shapes
+from hyradix.models.stored import Counted, Sources, StackedTensor, StoredTensor
 from hyradix.spec_config import ProposerName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -107,59 +109,61 @@ def load_model(
 
     Raises: ``ModelLoadError``, listing every weight that is missing, unknown or of a wrong shape,
     or saying why the draft head cannot be used.
+    Cost: memory for what is built and for one layer's weights as they are stored.
     """
     config = load_config(directory)
     family, ops = FAMILIES[config.family], load_ops(backend)
     report = on_progress or checkpoint._silent
     head = next((name for name in HEADS if name == proposer), None)
+    sources: Sources
     if load_format == "dummy":
-        tensors = init_random(config, seed, head=head)
+        sources = dict(init_random(config, seed, head=head))
     else:
-        tensors = _read(Path(directory), config, family, head, report)
-    return build_model(config, tensors, ops, dtype=dtype, max_context=max_context, head=head)
+        sources = _sources(Path(directory), config, family, head, report)
+    return build_model(config, sources, ops, dtype=dtype, max_context=max_context, head=head)
 
 
 def build_model(
     config: ModelConfig,
-    tensors: Tensors,
+    sources: Sources,
     ops: Ops,
     *,
     dtype: str = "float32",
     max_context: int | None = None,
     head: HeadName | None = None,
 ) -> Decoder:
-    """A ``Decoder`` from flat named weights, which are taken out of ``tensors``.
+    """A ``Decoder`` from flat named weights, which are taken out of ``sources``, layer by layer.
 
     head: the draft head whose weights are among them.
     """
     length = max_context or config.max_position
     builder = DecoderBuilder(config, FAMILIES[config.family], ops, DTYPES[dtype], length)
     with torch.inference_mode():
-        return builder.build(tensors, head)
+        return builder.build(sources, head)
 
 
-Found = dict[str, tuple[Path, str, Shape]]
-"""Flat name -> (file, name in it, shape)."""
+Found = dict[str, StoredTensor]
+"""By flat name."""
 
 
 def _find(directory: Path, family: Family, head: HeadName | None) -> Found:
     """What the files have of the model and of ``head``; other heads are left aside."""
     found: Found = {}
-    for name, (path, shape) in checkpoint.shapes_in(checkpoint.shard_paths(directory)).items():
+    for name, stored in checkpoint.weights_in(checkpoint.shard_paths(directory)).items():
         flat = flat_head_name(name)
         if flat is None:
             flat = family.map_name(name)
         elif head is None or not flat.startswith(f"{head}."):
             continue
         if flat is not None:
-            found[flat] = (path, name, shape)
+            found[flat] = stored
     return found
 
 
-def _read(
+def _sources(
     directory: Path, config: ModelConfig, family: Family, head: HeadName | None, report: Progress
-) -> Tensors:
-    """The expected weights; those that the checkpoint has in pieces are put together."""
+) -> Sources:
+    """The expected weights, to be read; those that come in pieces will be put together."""
     found = _find(directory, family, head)
     if config.is_tied:
         found.pop("lm_head.weight", None)  # some writers store the tied copy too
@@ -170,23 +174,17 @@ def _read(
     wholes = {piece.whole for piece in pieces.values()}
     wanted = {name: shape for name, shape in expected.items() if name not in wholes}
     wanted |= {name: piece.shape for name, piece in pieces.items()}
-    _check(wanted, {name: shape for name, (_, _, shape) in found.items()}, directory)
-    flat_names = {name: flat for flat, (_, name, _) in found.items()}
-    by_path: dict[Path, list[str]] = {}
-    for path, name, _ in found.values():
-        by_path.setdefault(path, []).append(name)
-    tensors: Tensors = {}
-    for done, (name, tensor) in enumerate(checkpoint.read_tensors(by_path), start=1):
-        flat = flat_names[name]
-        if flat in pieces:
-            piece = pieces[flat]
-            if piece.whole not in tensors:
-                tensors[piece.whole] = tensor.new_empty(expected[piece.whole])
-            tensors[piece.whole][piece.expert, piece.first : piece.first + len(tensor)] = tensor
+    _check(wanted, {name: stored.shape for name, stored in found.items()}, directory)
+    stacked = {name: StackedTensor(expected[name]) for name in wholes}
+    sources: Sources = dict(stacked)
+    done = itertools.count(1)
+    for name, stored in found.items():
+        source = Counted(stored, lambda: report("weights", next(done), len(found)))
+        if name in pieces:
+            stacked[pieces[name].whole].parts.append((pieces[name], source))
         else:
-            tensors[flat] = tensor
-        report("weights", done, len(found))
-    return tensors
+            sources[name] = source
+    return sources
 
 
 def _shapes(config: ModelConfig, family: Family, head: HeadName | None) -> Shapes:
