@@ -26,7 +26,6 @@ def test_settings_are_checked_before_anything_is_read(
     [
         {"kv_slots": 10**12},
         {"states": 10**9},
-        {"spec": "mtp", "spec_steps": 3, "max_requests": 10**9, "states": 10**9},
     ],
 )
 def test_memory_that_cannot_be_had_is_refused(options: dict[str, object]) -> None:
