@@ -205,6 +205,11 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
     check_settings(settings)
     max_requests = settings.max_requests or (32 if device.kind == "cpu" else 256)
     max_context = context_limit(settings.max_context, model.max_position)
+    if max_context < 2:
+        raise ConfigError(
+            f"--max-context {max_context} has no room for a prompt and a reply: at least 2",
+            param="max_context",
+        )
     spec = _spec(settings, model, device)
     num_log_rows = _num_log_rows(settings, device, spec)
     model = _with_drafts(model, spec)

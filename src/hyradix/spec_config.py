@@ -99,6 +99,9 @@ def draft_shape(topk: int | None, steps: int | None, nodes: int | None) -> Draft
     for name, value in (("topk", topk), ("steps", steps)):
         if value < 1:
             raise refused(f"spec_{name}", value, "drafts need at least 1", 1)
+    if topk >= MAX_NODES:
+        reason = f"a round verifies at most {MAX_NODES} nodes"
+        raise refused("spec_topk", topk, reason, MAX_NODES - 1)
     full = sum(topk**depth for depth in range(min(steps, 64) + 1)) if topk > 1 else steps + 1
     deepest = steps + 1
     if deepest > MAX_NODES:

@@ -6,7 +6,9 @@ import pytest
 
 from hyradix.config import Settings
 from hyradix.engine.build import build_engine
+from hyradix.engine.llm import LLM
 from hyradix.errors import ConfigError
+from hyradix.request import SamplingParams
 
 
 @pytest.mark.parametrize("options", [{"dtype": "int8"}, {"states": 0}, {"policy": "best"}])
@@ -17,3 +19,35 @@ def test_settings_are_checked_before_anything_is_read(
     (name,) = options
     with pytest.raises(ConfigError, match=f"--{name}"):
         build_engine(settings, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_slots": 10**12},
+        {"states": 10**9},
+    ],
+)
+def test_memory_that_cannot_be_had_is_refused(options: dict[str, object]) -> None:
+    settings = Settings.from_options(**{"kv_slots": 64, "states": 32, **options})
+    with pytest.raises(ConfigError, match="cannot be allocated; lower --kv-slots"):
+        build_engine(settings, lambda *_: None)
+
+
+SHORT: dict[str, object] = {"max_requests": 2, "kv_slots": 64, "states": 4, "num_threads": 1}
+
+
+@pytest.mark.parametrize("max_context", [2, 64])
+@pytest.mark.parametrize(
+    "options", [{}, {"decode_log": 2}, {"spec": "mtp"}, {"spec": "ngram", "spec_steps": 3}], ids=str
+)
+def test_the_shortest_contexts_start(options: dict[str, object], max_context: int) -> None:
+    """Kernels are compiled and rounds timed on made-up rows, which must fit as well."""
+    llm = LLM("demo", max_context=max_context, use_tqdm=False, **SHORT, **options)
+    (result,) = llm.generate([[100]], SamplingParams(max_tokens=5), use_tqdm=False)
+    assert len(result.outputs[0].token_ids) == min(5, max_context - 1)
+
+
+def test_a_context_without_room_for_a_reply_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-context 1 has no room"):
+        build_engine(Settings.from_options(max_context=1), lambda *_: None)

@@ -231,6 +231,7 @@ def test_defaults_of_drafts():
     [
         ((0, 3, 4, 16), "spec_topk", "--spec-topk 1"),
         ((1, 0, 4, 16), "spec_steps", "--spec-steps 1"),
+        ((64, 3, 8, 16), "spec_topk", "--spec-topk 63"),
         ((2, 3, 3, 16), "spec_nodes", "--spec-nodes 4"),
         ((1, 3, 5, 16), "spec_nodes", "--spec-nodes 4"),
         ((2, 2, 8, 16), "spec_nodes", "--spec-nodes 7"),

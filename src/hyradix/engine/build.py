@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hyradix.config import EngineConfig, ModelFacts, Settings, check_settings, resolve
+from hyradix.config import MIB, EngineConfig, ModelFacts, Settings, check_settings, resolve
 from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.engine.device import device_facts
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import EngineInfo
 from hyradix.engine.warmup import read_prompts, run_warmup
+from hyradix.errors import ConfigError
 from hyradix.models.checkpoint import find_directory
+from hyradix.models.decoder import Decoder
 from hyradix.models.loader import load_model, model_facts
 from hyradix.runner.background import BackgroundRunner
 from hyradix.runner.runner import ModelRunner
@@ -54,8 +56,7 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
         max_context=config.max_context,
         on_progress=on_progress,
     )
-    sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
-    runner = ModelRunner(model, config, sampler)
+    runner = _make_runner(model, config)
     on_progress("kernels", 0, 1)
     runner.warm_up()
     on_progress("kernels", 1, 1)
@@ -67,6 +68,23 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     if prompts:
         run_warmup(engine, prompts, settings, directory, tokenizer, on_progress)
     return engine
+
+
+def _make_runner(model: Decoder, config: EngineConfig) -> ModelRunner:
+    """Pools and buffers on top of a loaded model. Raises ``ConfigError`` where memory is short."""
+    sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
+    try:
+        return ModelRunner(model, config, sampler)
+    except (MemoryError, RuntimeError) as error:
+        if "alloc" not in str(error):  # torch has no class of its own for it on the CPU
+            raise
+        needed = config.kv_pool_bytes + config.state_pool_bytes + config.draft_bytes
+        raise ConfigError(
+            f"{config.num_kv_slots} KV slots, {config.num_states} states and {config.max_requests} "
+            f"requests need {needed / MIB:.0f} MiB, which cannot be allocated; lower --kv-slots, "
+            "--states or --max-requests",
+            param="kv_slots",
+        ) from error
 
 
 def _facts(settings: Settings, directory: Path, tokenizer: Tokenizer) -> ModelFacts:

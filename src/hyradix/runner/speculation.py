@@ -171,7 +171,11 @@ class Speculation:
         hidden: Array | None,
     ) -> None:
         """Tell the proposer what the rows that it follows have consumed, and what comes next."""
-        if self.proposer is None or not batch.is_followed.any():
+        if self.proposer is None:
+            return
+        if not batch.is_followed.all():
+            self.proposer.pass_over(self._passed_over(batch))
+        if not batch.is_followed.any():
             return
         order = prepared.order
         sampling = np.cumsum(batch.samples[order]) - 1
@@ -204,6 +208,12 @@ class Speculation:
                 hidden=consumed,
             )
         )
+
+    def _passed_over(self, batch: ScheduledBatch) -> Int32Array:
+        """Slots of the tokens of rows that are not followed: decodes, of one token each."""
+        index = np.flatnonzero(~batch.is_followed)
+        assert (batch.num_tokens[index] == 1).all(), "a prefill that the proposer is not told of"
+        return self.table.kv_slots[batch.rows[index], batch.starts[index]]
 
 
 def make_speculation(

@@ -27,7 +27,7 @@ from hyradix.spec_decode.drafts import Drafts
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
 CONTEXT = 64
-"""Tokens that a made-up row has consumed."""
+"""Tokens that a made-up row has consumed, where the context has room for them and two more."""
 CHAIN = 4
 """Nodes of the trees that are timed."""
 REPEATS = 5
@@ -46,18 +46,20 @@ class Rehearsal:
         self.num_rows = num_rows
         rows = np.arange(num_rows, dtype=np.int32)
         ones = np.ones(num_rows, np.int32)
+        self._context_length = min(CONTEXT, speculation.config.max_context - 2)
+        starts = ones * self._context_length
         self._batch = ScheduledBatch(
             step=-1,
             rows=rows,
-            starts=ones * CONTEXT,
+            starts=starts,
             num_tokens=ones,
-            write_from=ones * CONTEXT,
+            write_from=starts,
             state_slots=ones * SINK,
             samples=np.ones(num_rows, np.bool_),
             max_nodes=ones,
             max_accepted=ones,
-            committed=ones * CONTEXT,
-            num_slots=ones * (CONTEXT + 1),
+            committed=starts,
+            num_slots=starts + np.int32(1),
             is_followed=np.ones(num_rows, np.bool_),
         )
         self._tables = speculation.table
@@ -70,7 +72,8 @@ class Rehearsal:
         self._tables.kv_slots[: self.num_rows] = SINK
         if not self._has_slots:
             return self
-        width = min(self._tables.kv_slots.shape[1], CONTEXT + self._num_columns())
+        columns = self._context_length + self._num_columns()
+        width = min(self._tables.kv_slots.shape[1], columns)
         slots = 1 + np.arange(self.num_rows * width, dtype=np.int32) % self._pool_size
         self._tables.kv_slots[: self.num_rows, :width] = slots.reshape(self.num_rows, width)
         return self

@@ -31,6 +31,9 @@ class FrozenKvMtpProposer(HeadProposer):
         """See ``proposer.Proposer``."""
         self._remember(step)
 
+    def pass_over(self, slots: Int32Array) -> None:
+        """Nothing of its own is in any slot."""
+
     def warm_up(self) -> None:
         """See ``proposer.Proposer``."""
         none = np.zeros(1, np.int32)

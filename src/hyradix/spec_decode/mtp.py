@@ -13,6 +13,8 @@ Invariants:
 - The pair (h_{i-1}, t_i) has its KV in the slot of token i, so it depends on nothing that follows;
   what a draft wrote there is written again, by ``learn``, with the target's hidden state.
 - Only columns that the row owns are written: from ``write_from`` on, and scratch.
+- A token that was passed over has zeros for its pair: in a prefix that is shared later it weighs
+  little, and nothing is read that was never written.
 - The output for the newest pair is the first step of the next round. A row without it (its newest
   token had no slot, or has got another one since) gets no drafts in that round.
 Read next: ``models/draft_heads.py``.
@@ -75,6 +77,12 @@ class MtpProposer(HeadProposer):
             self._newest[rows] = step.ends[has_next]
             self._newest_slot[rows] = step.next_slots[has_next]
         self._remember(step)
+
+    def pass_over(self, slots: Int32Array) -> None:
+        """See ``proposer.Proposer``."""
+        index = torch.from_numpy(slots).long()
+        for pool in (self._k, self._v):
+            self._ops.tensor(pool).index_fill_(0, index, 0.0)
 
     def warm_up(self) -> None:
         """See ``proposer.Proposer``."""

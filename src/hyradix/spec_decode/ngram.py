@@ -151,6 +151,9 @@ class NgramProposer:
     def learn(self, step: ConsumedTokens) -> None:
         """Nothing: the table is read when drafts are asked for."""
 
+    def pass_over(self, slots: Int32Array) -> None:
+        """Nothing is kept in slots."""
+
     def warm_up(self) -> None:
         """Nothing is compiled."""
 

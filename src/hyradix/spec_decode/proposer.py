@@ -7,7 +7,8 @@ Words: a row has consumed n tokens when positions 0..n-1 went through the target
 at position i, h_i the target's hidden state there, after its final norm. The root of a tree is t_n.
 Invariants:
 - The order of a step is: ``enter`` (rows that begin), ``propose`` (rows that may have drafts), the
-  target's forward, row updates of what was accepted, ``learn`` (every row of the forward).
+  target's forward, row updates of what was accepted, ``learn`` or ``pass_over`` (every row of the
+  forward).
 - A proposer writes only its own layer's part of slots that the row owns; the cache never sees it.
 - What is proposed for a row does not depend on the other rows beyond rounding.
 Read next: ``ngram.py``, ``mtp.py``, ``frozen_kv_mtp.py``.
@@ -48,8 +49,8 @@ class ConsumedTokens:
     """What one forward consumed, after the slot table was reordered to what was accepted.
 
     rows, starts, ends: ``int32[B]``: positions starts..ends-1 were consumed, at least one.
-    write_from: ``int32[B]``: slots of positions before it are shared, and hold their draft KV; at
-    most ends where there is a next slot.
+    write_from: ``int32[B]``: slots of positions before it are shared, and hold their draft KV
+    or were passed over; at most ends where there is a next slot.
     next_slots: ``int32[B]``: where t_ends is in the token table and has a slot: that slot (the
     table names it at column ends); 0: no such token yet, or no slot could be had.
     hidden: ``[sum, hidden]`` h of the consumed positions, row by row; None where the proposer does
@@ -100,7 +101,13 @@ class Proposer(Protocol):
         """
 
     def learn(self, step: ConsumedTokens) -> None:
-        """Take in what a forward consumed. Called after every forward, for all of its rows."""
+        """Take in what a forward consumed. Called after every forward, for the rows followed."""
+
+    def pass_over(self, slots: Int32Array) -> None:
+        """Tokens were consumed that ``learn`` is not told of; ``slots``: those they are in.
+
+        Another row may read these slots later: they must not hold what was there before.
+        """
 
     def warm_up(self) -> None:
         """Compile every kernel that is used, on the sinks alone."""
