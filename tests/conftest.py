@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from hyradix.runner.threads import prepare_environment
 from tests.support.real_server import RealServer
+
+prepare_environment()  # before torch: tests share the machine
 
 
 @pytest.fixture(scope="session")

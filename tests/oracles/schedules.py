@@ -21,11 +21,21 @@ import numpy as np
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import RequestOutput
 from hyradix.request import Boundary, BoundaryKind, FinishReason, Request, SamplingParams
-from tests.support.demo import DemoEngines
+from tests.support.demo import DemoEngines, Engines
 
 NEAR_TIE = 1e-4
 CHUNKS = (7, 16, 128, 0)
-MAX_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is drawn. token_ids: of prompts. longest: prompt."""
+
+    token_ids: range = range(10, 8000)
+    documents: tuple[int, ...] = (60, 60, 150, 150, 400, 400, 1000, 2000)
+    longest: int = 2000
+    max_tokens: int = 12
+    num_requests: tuple[int, int] = (6, 9)
 
 
 @dataclass
@@ -40,6 +50,8 @@ class Tally:
     resumes_off_chunk: int = 0
     preemptions: int = 0
     aborted: int = 0
+    draft_rounds: int = 0
+    accepted_tokens: int = 0
     near_ties: list[dict[str, object]] = field(default_factory=list)
     failures: list[dict[str, object]] = field(default_factory=list)
 
@@ -54,12 +66,14 @@ class Item:
     last: RequestOutput | None = None
 
 
-def make_request(name: str, tokens: Sequence[int], boundaries: Sequence[int]) -> Request:
+def make_request(
+    name: str, tokens: Sequence[int], boundaries: Sequence[int], *, max_tokens: int = 12
+) -> Request:
     """A greedy request."""
     return Request(
         request_id=name,
         prompt_token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
-        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=2),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2),
         seed=0,
         boundaries=tuple(Boundary(p, BoundaryKind.TURN) for p in boundaries),
     )
@@ -88,7 +102,9 @@ class Reference:
         return self._known[key]
 
 
-def random_prompt(rng: random.Random, document: list[int], done: list[Item]) -> list[int]:
+def random_prompt(
+    rng: random.Random, document: list[int], done: list[Item], sizes: Sizes
+) -> list[int]:
     """A finished conversation going on, or a prefix of a shared document; usually with a tail."""
     kind = rng.random()
     if done and kind < 0.6:
@@ -99,20 +115,23 @@ def random_prompt(rng: random.Random, document: list[int], done: list[Item]) -> 
     else:
         tokens = document[: rng.randint(1, len(document))]
     if rng.random() < 0.7:
-        tokens = tokens + [rng.randrange(10, 8000) for _ in range(rng.randint(1, 40))]
-    return tokens[:2000]
+        tokens = tokens + [rng.choice(sizes.token_ids) for _ in range(rng.randint(1, 40))]
+    return tokens[: sizes.longest]
 
 
-def run_schedule(rng: random.Random, engine: Engine, document: list[int], name: str) -> list[Item]:
-    """6 to 9 requests arriving at random; some are aborted; returns those that finished."""
+def run_schedule(
+    rng: random.Random, engine: Engine, document: list[int], name: str, sizes: Sizes
+) -> list[Item]:
+    """Some requests arriving at random; a few are aborted; returns those that finished."""
     items: dict[str, Item] = {}
-    waiting = rng.randint(6, 9)
+    waiting = rng.randint(*sizes.num_requests)
     while waiting or engine.has_work():
         if waiting and (rng.random() < 0.1 or not engine.has_work()):
             done = [i for i in items.values() if i.last is not None]
-            tokens = random_prompt(rng, document, done)
+            tokens = random_prompt(rng, document, done, sizes)
             marks = sorted({rng.randint(1, len(tokens)) for _ in range(rng.randint(0, 2))})
-            request = make_request(f"{name}-{waiting}", tokens, marks)
+            limit = sizes.max_tokens
+            request = make_request(f"{name}-{waiting}", tokens, marks, max_tokens=limit)
             assert engine.add(request) is None
             items[request.request_id] = Item(request, tokens)
             waiting -= 1
@@ -156,10 +175,23 @@ def compare(item: Item, reference: Reference, tally: Tally, chunk: int) -> None:
     (tally.near_ties if is_tie else tally.failures).append(entry)
 
 
-def run(engines: DemoEngines, count: int, seed: int = 0, **options: object) -> Tally:
+def make_reference(engines: Engines) -> Reference:
+    """Of every request, on an engine of its own."""
+    return Reference(engines.make(prefix_cache=False, max_requests=1, num_threads=1))
+
+
+def run(
+    engines: Engines,
+    count: int,
+    seed: int = 0,
+    *,
+    sizes: Sizes = Sizes(),
+    reference: Reference | None = None,
+    **options: object,
+) -> Tally:
     """``count`` schedules; the chunk size goes round, the rest comes from ``options``."""
     rng = random.Random(seed)
-    reference = Reference(engines.make(prefix_cache=False, max_requests=1, num_threads=1))
+    reference = reference or make_reference(engines)
     tally = Tally()
     for number in range(count):
         chunk = CHUNKS[number % len(CHUNKS)]
@@ -168,11 +200,14 @@ def run(engines: DemoEngines, count: int, seed: int = 0, **options: object) -> T
         choices["track_interval"] = rng.choice([0, 4, 256])
         choices["check_invariants"] = number % 8 == 0
         engine = engines.make(max_prefill_tokens=chunk, **{**choices, **options})
-        length = rng.choice([60, 60, 150, 150, 400, 400, 1000, 2000])
-        document = [rng.randrange(10, 8000) for _ in range(length)]
-        items = run_schedule(rng, engine, document, f"s{number}")
+        length = rng.choice(sizes.documents)
+        document = [rng.choice(sizes.token_ids) for _ in range(length)]
+        items = run_schedule(rng, engine, document, f"s{number}", sizes)
         tally.schedules += 1
-        tally.preemptions += engine.stats().num_preemptions
+        stats = engine.stats()
+        tally.preemptions += stats.num_preemptions
+        tally.draft_rounds += stats.num_draft_rounds
+        tally.accepted_tokens += stats.num_accepted_tokens
         for item in items:
             compare(item, reference, tally, chunk)
     return tally

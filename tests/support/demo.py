@@ -1,4 +1,4 @@
-"""Engines on the demo model that share one set of weights."""
+"""Engines on one model, the demo or any other, that share one set of weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hyradix.spec_config import ProposerName
 from hyradix.text.tokenizer import Tokenizer
 
 
-class DemoEngines:
+class Engines:
     """Loads the model once; ``make`` builds an engine with any settings on top of it."""
 
-    def __init__(self, model: str = "demo", *, dtype: str = "float32") -> None:
-        self.directory: Path = find_model(model)
+    def __init__(self, directory: Path, tokenizer: Tokenizer, *, dtype: str = "float32") -> None:
+        self.directory = directory
         self.dtype = dtype
-        self.tokenizer = Tokenizer.from_dir(self.directory)
-        self.facts = model_facts(self.directory, dtype, name="demo")
+        self.tokenizer = tokenizer
+        self.facts = model_facts(directory, dtype, name="demo")
         self._models: dict[str | None, Decoder] = {}
 
     def model(self, proposer: ProposerName | None = None) -> Decoder:
@@ -47,3 +47,11 @@ class DemoEngines:
         is_automatic = config.spec is not None and config.spec.is_automatic
         costs = runner.measure_costs() if is_automatic else None
         return Engine(config, steps, self.tokenizer, info, costs=costs)
+
+
+class DemoEngines(Engines):
+    """On the demo model, or a directory that has its own tokenizer."""
+
+    def __init__(self, model: str = "demo", *, dtype: str = "float32") -> None:
+        directory = find_model(model)
+        super().__init__(directory, Tokenizer.from_dir(directory), dtype=dtype)

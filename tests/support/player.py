@@ -148,13 +148,17 @@ class Player:
         saves: tuple[StateSave, ...] = (),
         write_from: dict[int, int] | None = None,
         sample: bool | None = None,
+        trees: dict[int, tuple[int, int]] | None = None,
     ) -> StepOutput:
-        """Compute ``work[row]`` more tokens of each row; sample where a row's tokens run out."""
+        """Compute ``work[row]`` more tokens of each row; sample where a row's tokens run out.
+
+        trees: (max_nodes, max_accepted) of rows that decode their one known token with drafts.
+        """
         rows = [self.rows[row] for row in work]
-        shared = write_from or {}
+        shared, limits = write_from or {}, {row: (0, 1) for row in work} | (trees or {})
         for row, count in work.items():
             start = max(self.rows[row].done, shared.get(row, 0))
-            fresh = self.rows[row].done + count - start
+            fresh = self.rows[row].done + max(count, limits[row][0]) - start
             if fresh > 0:
                 self._pending["kv"].append(RowUpdate(row, start, self.new_kv(fresh)))
         starts = np.array([r.done for r in rows], np.int32)
@@ -172,10 +176,10 @@ class Player:
             ),
             state_slots=np.array([r.state for r in rows], np.int32),
             samples=np.array(at_end if sample is None else [sample] * len(rows), np.bool_),
-            max_nodes=np.zeros(len(rows), np.int32),
-            max_accepted=np.ones(len(rows), np.int32),
+            max_nodes=np.array([limits[row][0] for row in work], np.int32),
+            max_accepted=np.array([limits[row][1] for row in work], np.int32),
             committed=starts,
-            num_slots=np.array(ends, np.int32),
+            num_slots=np.maximum(ends, starts + [limits[row][0] for row in work]).astype(np.int32),
             is_followed=np.ones(len(rows), np.bool_),
             row_inits=tuple(pending["inits"]),
             token_updates=tuple(pending["tokens"]),
@@ -188,8 +192,11 @@ class Player:
         out = self.runner.collect()
         for r, end in zip(rows, ends, strict=True):
             r.done = end
-        for row, ids in zip(out.rows.tolist(), out.token_ids[:, 0].tolist(), strict=True):
-            self.rows[row].tokens.append(ids)
+        for row, ids, count in zip(
+            out.rows.tolist(), out.token_ids.tolist(), out.num_tokens.tolist(), strict=True
+        ):
+            self.rows[row].tokens += ids[:count]
+            self.rows[row].done += count - 1
         return out
 
     def _keep(self, batch: ScheduledBatch, hidden: torch.Tensor) -> None:
