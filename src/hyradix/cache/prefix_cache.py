@@ -402,9 +402,10 @@ class PrefixCache:
         if state_depth is not None:
             depth, slot = state_depth, holding.working_slot
         else:
-            track = next((t for t in reversed(holding.tracks) if t.depth <= kept), None)
-            if track is None:
+            if not holding.tracks:
                 return 0
+            track = holding.tracks[-1]
+            assert track.depth <= kept, "``learn`` keeps no track past what is kept"
             depth, slot = track.depth, track.slot
         if slot == holding.working_slot:
             self.states.donate(slot, depth)
