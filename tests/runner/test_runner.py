@@ -72,6 +72,20 @@ def test_saves_resume_exactly(model):
     assert player.rows[first].tokens == player.rows[second].tokens
 
 
+def test_a_save_that_a_row_without_drafts_does_not_reach_is_not_written(model):
+    """Mode snapshot decodes such a row in place: one token, while the save allows for drafts."""
+    player = poisoned(model, spec="ngram", spec_state="snapshot", spec_steps=4)
+    row, other = player.add(list(range(20))), player.add(list(range(30, 50)))
+    player.step({row: 20, other: 20})
+    near, far = player.new_state(), player.new_state()
+    saves = (StateSave(row, near, 21), StateSave(row, far, 24))
+    out = player.step({row: 1, other: 1}, saves=saves, trees={row: (5, 5), other: (5, 5)})
+    assert out.num_nodes.tolist() == [1, 1]
+    assert all(tensor.isnan().all() for tensor in states_of(player, far))
+    pairs = zip(states_of(player, near), states_of(player, player.rows[row].state), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_a_rebuild_reads_shared_kv_and_does_not_write_it(model):
     player = poisoned(model)
     prompt = tokens(30)

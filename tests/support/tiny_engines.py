@@ -44,10 +44,11 @@ SIZES = Sizes(
 
 def make_engines(family: str, directory: Path) -> Engines:
     """On a checkpoint written to ``directory``; its texts are the demo tokenizer's."""
-    build(family).save_pretrained(directory)
+    model = build(family)
+    model.save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(2)
-    head = torch.randn(weights["model.embed_tokens.weight"].shape, generator=generator)
+    head = torch.randn(model.config.vocab_size, model.config.hidden_size, generator=generator)
     head[10 : 10 + NUM_SPOKEN] *= 20.0
     save_file({**weights, "lm_head.weight": head}, directory / "model.safetensors")
     path = directory / "config.json"

@@ -93,7 +93,7 @@ def prepare(
     )
     plain_rows = order[:num_plain]
     offsets, save_at, save_slots = _order_saves(
-        batch.saves, rows[:num_plain], starts[:num_plain], num_plain
+        batch.saves, rows[:num_plain], starts[:num_plain], counts[:num_plain]
     )
     states = RaggedStates(
         cu_tokens[: num_plain + 1].copy(),
@@ -106,18 +106,22 @@ def prepare(
 
 
 def _order_saves(
-    saves: tuple[StateSave, ...], rows: Int32Array, starts: Int32Array, num_rows: int
+    saves: tuple[StateSave, ...], rows: Int32Array, starts: Int32Array, counts: Int32Array
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """The plain rows' saves by row and depth: offsets ``[N+1]``, token counts, slots ``[S]``."""
-    offsets = np.zeros(num_rows + 1, np.int32)
+    """The plain rows' saves by row and depth: offsets ``[N+1]``, token counts, slots ``[S]``.
+
+    A row that might have had drafts and has none does not reach all of its saves.
+    """
+    offsets = np.zeros(len(rows) + 1, np.int32)
     if not saves:
         return offsets, _NONE, _NONE
     index = {row: i for i, row in enumerate(rows.tolist())}
-    mine = (save for save in saves if save.row in index)
+    ends = dict(zip(rows.tolist(), (starts + counts).tolist(), strict=True))
+    mine = (save for save in saves if save.depth <= ends.get(save.row, 0))
     ordered = sorted(mine, key=lambda save: (index[save.row], save.depth))
     for save in ordered:
         offsets[index[save.row] + 1] += 1
     np.cumsum(offsets, out=offsets)
-    counts = [save.depth - int(starts[index[save.row]]) for save in ordered]
+    places = [save.depth - int(starts[index[save.row]]) for save in ordered]
     slots = [save.slot for save in ordered]
-    return offsets, np.array(counts, np.int32), np.array(slots, np.int32)
+    return offsets, np.array(places, np.int32), np.array(slots, np.int32)
