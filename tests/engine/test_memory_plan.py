@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from itertools import pairwise
 
@@ -75,6 +76,22 @@ def test_slots_of_public_models(name, state_mib, conv_kib, kv_bytes):
     assert found.dtype == "bfloat16"
     assert found.state_bytes == (state_mib << 20) + conv_kib * 1024
     assert found.kv_bytes == kv_bytes
+
+
+def test_documented_slots():
+    """The table of docs/models.md has every public model, with these figures."""
+    text = (ROOT / "docs/models.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| ([\d.]+) \|((?: [\d.]+ \|){4})$", text, re.M)
+    assert {name for _, name, _, _ in rows} == {p.stem for p in CONFIGS.glob("*.json")} - {"cpu25m"}
+    for family, name, billions, figures in rows:
+        raw = config(name)
+        assert raw["model_type"] == family
+        assert f"{raw['_check']['params_text'] / 1e9:.1f}" == billions
+        found = []
+        for dtype in ("bfloat16", "float32"):
+            one = plan(1 << 42, 1, raw=raw, dtype=dtype)
+            found += [f"{one.state_bytes / (1 << 20):.1f}", f"{one.kv_bytes / 1024:g}"]
+        assert figures.replace(" |", "").split() == found
 
 
 def allocate(buffers_of_mode, device):
