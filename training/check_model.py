@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from model import Model, Pieces, Shape, delta_rule_torch, linear, rms_norm
+from delta_rule import delta_rule_torch
+from model import Model, Pieces, Shape, linear, rms_norm
 from train import load_weights, save
 from transformers import Qwen3_5ForCausalLM
 

@@ -1,6 +1,6 @@
 """Chooses the gated delta rule used in training: the fla kernel if it passes a check, else PyTorch.
 
-Owns: the self-test that compares a kernel with `model.delta_rule_torch`, forward and backward.
+Owns: the self-test that compares a kernel with `delta_rule_torch`, forward and backward.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 import torch
-from model import RESET_DECAY, DeltaRule, delta_rule_torch
+from delta_rule import RESET_DECAY, DeltaRule, delta_rule_torch
 from torch import Tensor
 
 MAX_ERROR = (

@@ -23,7 +23,8 @@ import torch
 from batches import Batch, Mix, heldout_batches, make_loader
 from corpus import SOURCES
 from delta_kernels import choose_delta_rule
-from model import Model, Pieces, Shape, delta_rule_torch
+from delta_rule import delta_rule_torch
+from model import Model, Pieces, Shape
 from optim import Optimizer
 from safetensors.torch import load_file
 from torch import Tensor

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from delta_rule import delta_rule_torch
 from draft_eval import make_heldout, measure, pack, right_steps
 from draft_loss import draft_losses
 from draft_model import INTERMEDIATE, make_heads
 from draft_tokens import Mix, Session, TokenStore, load_chats, make_work
-from model import Model, Pieces, Shape, delta_rule_torch
+from model import Model, Pieces, Shape
 from optim import Optimizer
 from safetensors.torch import save_file
 from target_stream import TargetStream

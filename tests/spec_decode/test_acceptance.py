@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.request import SamplingParams
 from hyradix.sampling.sampler import Sampler
 from hyradix.spec_decode.acceptance import Accepted, Candidates, follow
@@ -52,13 +51,11 @@ def verify(
             paths.append(paths[parent] + (token,) if parent >= 0 else prefix)
             logits.append(model(paths[-1]))
         cu.append(cu[-1] + len(tokens))
-    flat = FlatTrees.of(
-        np.array(cu, np.int32), np.array([p for _, ps in trees for p in ps], np.int32)
-    )
     candidates = Candidates(
         rows=np.arange(len(trees), dtype=np.int32),
         positions=np.array([len(prefix) - 1 for prefix in prefixes], np.int32),
-        trees=flat,
+        cu_nodes=np.array(cu, np.int32),
+        parents=np.array([p for _, ps in trees for p in ps], np.int32),
         token_ids=np.array([t for ts, _ in trees for t in ts], np.int32),
         max_accepted=np.array(max_accepted, np.int32),
     )
@@ -138,7 +135,6 @@ def test_min_tokens_let_it_go_on() -> None:
 def test_a_node_that_is_not_finite_is_not_entered(bad: float) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=None)
     sampler = make_sampler(params, [5], 2)
-    trees = FlatTrees.of(np.array([0, 2, 3], np.int32), np.array([-1, 0, -1], np.int32))
     logits = torch.zeros(3, V)
     logits[0, 7] = 1.0
     logits[1, 2] = bad
@@ -146,7 +142,8 @@ def test_a_node_that_is_not_finite_is_not_entered(bad: float) -> None:
     candidates = Candidates(
         rows=np.array([0, 1], np.int32),
         positions=np.array([0, 0], np.int32),
-        trees=trees,
+        cu_nodes=np.array([0, 2, 3], np.int32),
+        parents=np.array([-1, 0, -1], np.int32),
         token_ids=np.array([5, 7, 5], np.int32),
         max_accepted=np.array([2, 1], np.int32),
     )

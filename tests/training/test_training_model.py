@@ -11,7 +11,8 @@ import pytest
 import torch
 import train
 from corpus import SOURCES
-from model import RESET_DECAY, Model, Pieces, Shape, delta_rule_torch
+from delta_rule import RESET_DECAY, delta_rule_torch
+from model import Model, Pieces, Shape
 from prepare_data import write
 from train import load_weights, save
 from transformers import Qwen3_5ForCausalLM

@@ -22,7 +22,7 @@ import torch
 
 from hyradix.config import EngineConfig
 from hyradix.kernels.ops import Array
-from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
 from hyradix.request import (
@@ -166,7 +166,8 @@ class ModelRunner:
         candidates = Candidates(
             rows=np.concatenate([batch.rows[sampling], batch.rows[verified.index]]),
             positions=np.concatenate([positions, batch.starts[verified.index]]),
-            trees=FlatTrees.of(cu_nodes, np.concatenate([alone.parents, verified.trees.parents])),
+            cu_nodes=cu_nodes,
+            parents=np.concatenate([alone.parents, verified.trees.parents]),
             token_ids=np.concatenate([alone.token_ids, verified.token_ids]),
             max_accepted=np.concatenate([alone.num_nodes, batch.max_accepted[verified.index]]),
         )

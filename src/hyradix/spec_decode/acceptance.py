@@ -20,7 +20,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.request import BoolArray, Int32Array, Int64Array, SamplingParams, TokenLogprobs
 
 
@@ -68,13 +67,14 @@ class Candidates:
     """M rows to sample for, each a tree.
 
     rows: ``int32[M]``. positions: ``int32[M]`` of the root: a token sampled at a node of depth d
-    stands at position + d + 1. trees, token_ids ``int32[total]``: the nodes. max_accepted:
-    ``int32[M]`` nodes that a path may have.
+    stands at position + d + 1. cu_nodes ``int32[M+1]``, parents, token_ids ``int32[total]``: the
+    nodes, as in ``FlatTrees``. max_accepted: ``int32[M]`` nodes that a path may have.
     """
 
     rows: Int32Array
     positions: Int32Array
-    trees: FlatTrees
+    cu_nodes: Int32Array
+    parents: Int32Array
     token_ids: Int32Array
     max_accepted: Int32Array
 
@@ -98,8 +98,7 @@ def follow(sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates) 
     Cost: one call of the sampler per depth reached; one in all where only the best are wanted.
     """
     plain = sampler.choose_plain(logits, candidates.rows)
-    trees = candidates.trees
-    first = trees.cu_nodes[:-1].astype(np.int64)
+    first = candidates.cu_nodes[:-1].astype(np.int64)
     num_rows = len(candidates.rows)
     paths: list[list[int]] = [[0] for _ in range(num_rows)]
     tokens: list[list[int]] = [[] for _ in range(num_rows)]
@@ -128,7 +127,7 @@ def follow(sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates) 
             tokens[i].append(token)
             logprobs[i].append(result.logprobs[j])
             if len(paths[i]) < candidates.max_accepted[i]:
-                child = _child(trees, candidates.token_ids, i, paths[i][-1], token)
+                child = _child(candidates, i, paths[i][-1], token)
                 if child and not sampler.is_end(int(candidates.rows[i]), token, int(place)):
                     paths[i].append(child)
                     going.append(i)
@@ -138,12 +137,13 @@ def follow(sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates) 
     return Accepted(paths, tokens, is_faulty, tuple(_joined(parts) for parts in logprobs))
 
 
-def _child(trees: FlatTrees, token_ids: Int32Array, tree: int, node: int, token: int) -> int:
+def _child(candidates: Candidates, tree: int, node: int, token: int) -> int:
     """The child of ``node`` that proposes ``token``; 0 (the root is nobody's child) for none."""
-    first, end = int(trees.cu_nodes[tree]), int(trees.cu_nodes[tree + 1])
+    first, end = (int(at) for at in candidates.cu_nodes[tree : tree + 2])
     if end - first == 1:
         return 0
-    is_it = (trees.parents[first:end] == node) & (token_ids[first:end] == token)
+    is_child = candidates.parents[first:end] == node
+    is_it = is_child & (candidates.token_ids[first:end] == token)
     return int(is_it.argmax())
 
 

@@ -18,7 +18,7 @@ import torch
 
 from hyradix.kernels.memory import physical_bytes
 from hyradix.kernels.ops import Ops
-from hyradix.kernels.tree_recurrence.keeping import StateArrays
+from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, taps_of
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.request import Int32Array
@@ -57,6 +57,7 @@ class DraftBuffers:
         self.first_row = 0 if self.is_sliding else self.width - 1
         self.first_node = self.width - 2 if self.is_sliding else self.first_row + self.num_log_rows
         self.hidden = self._tensors.get("hidden")
+        self._pool_hidden = pool.hidden
         views = {name: ops.view(x) for name, x in self._tensors.items() if name != "hidden"}
         self.arrays = StateArrays(ops.view(pool.recurrent), ops.view(pool.conv), **views)
         self.layers = tuple(self._layer(mode, ops, layer) for layer in range(shape.num_layers))
@@ -101,6 +102,13 @@ class DraftBuffers:
                 first_row=self.first_row,
             )
         return RaggedTrees(trees, first_token, slots, rows + np.int32(1), num_log_rows, taps)
+
+    def hidden_to(self, moves: Moves) -> None:
+        """The last hidden state that goes with each move of ``moves.counts`` held rows, if any."""
+        if self._pool_hidden is None or self.hidden is None:
+            return
+        rows, last = (torch.from_numpy(x).long() for x in (moves.rows, moves.counts - 1))
+        self._pool_hidden[torch.from_numpy(moves.targets).long()] = self.hidden[rows, last]
 
 
 def _check_chains(trees: FlatTrees) -> None:

@@ -22,7 +22,7 @@ from hyradix.kernels.tree_recurrence.keeping import Moves
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, window_taps
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.request import Int32Array, StateFold, StateSave
-from hyradix.spec_decode.draft_buffers import DraftBuffers, StatePoolTensors
+from hyradix.spec_decode.draft_buffers import DraftBuffers
 from hyradix.spec_decode.judged import reached, run_lengths
 from hyradix.state_bytes import SpecShape
 
@@ -35,7 +35,6 @@ class LogKeeper:
         ops: Ops,
         rule: Rule,
         buffers: DraftBuffers,
-        pool: StatePoolTensors,
         spec: SpecShape,
     ) -> None:
         self.layers = buffers.layers
@@ -43,7 +42,6 @@ class LogKeeper:
         self._ops = ops
         self._rule = rule
         self._buffers = buffers
-        self._hidden = pool.hidden
         self._max_accepted = spec.max_accepted
         self._logged = np.zeros(spec.num_requests, np.int32)
         self._depth = np.zeros(spec.num_requests, np.int32)
@@ -148,11 +146,7 @@ class LogKeeper:
         taps = window_taps(counts, width=buffers.width, first_row=buffers.first_row)
         moves = Moves(sources, targets, rows + np.int32(1), counts, taps)
         self._ops.fold(self._rule, buffers.arrays, moves)
-        if self._hidden is not None and buffers.hidden is not None:
-            last = buffers.hidden[
-                torch.from_numpy(moves.rows).long(), torch.from_numpy(counts - 1).long()
-            ]
-            self._hidden[torch.from_numpy(targets).long()] = last
+        buffers.hidden_to(moves)
 
     def _drop(self, rows: Int32Array, counts: Int32Array, left: Int32Array) -> None:
         """The first ``counts`` rows are folded: what follows moves to the front."""

@@ -20,7 +20,7 @@ from hyradix.kernels.tree_recurrence.keeping import Moves
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, window_taps
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.request import Int32Array, StateFold, StateSave
-from hyradix.spec_decode.draft_buffers import DraftBuffers, StatePoolTensors
+from hyradix.spec_decode.draft_buffers import DraftBuffers
 from hyradix.spec_decode.judged import reached, run_lengths
 
 
@@ -32,7 +32,6 @@ class ReplayKeeper:
         ops: Ops,
         rule: Rule,
         buffers: DraftBuffers,
-        pool: StatePoolTensors,
         num_requests: int,
     ) -> None:
         self.layers = buffers.layers
@@ -40,7 +39,6 @@ class ReplayKeeper:
         self._ops = ops
         self._rule = rule
         self._buffers = buffers
-        self._hidden = pool.hidden
         self._held = np.zeros(num_requests, np.int32)
         self._depth = np.zeros(num_requests, np.int32)
 
@@ -134,8 +132,4 @@ class ReplayKeeper:
         taps = window_taps(counts, width=buffers.width, first_row=buffers.first_node)
         moves = Moves(sources, targets, rows + np.int32(1), counts, taps)
         self._ops.replay(self._rule, buffers.arrays, moves)
-        if self._hidden is not None and buffers.hidden is not None:
-            last = buffers.hidden[
-                torch.from_numpy(moves.rows).long(), torch.from_numpy(counts - 1).long()
-            ]
-            self._hidden[torch.from_numpy(targets).long()] = last
+        buffers.hidden_to(moves)

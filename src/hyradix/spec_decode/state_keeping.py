@@ -97,5 +97,5 @@ def make_keeper(
     if mode == "snapshot":
         return SnapshotKeeper(ops, buffers, pool)
     if mode == "replay":
-        return ReplayKeeper(ops, rule, buffers, pool, spec.num_requests)
-    return LogKeeper(ops, rule, buffers, pool, spec)
+        return ReplayKeeper(ops, rule, buffers, spec.num_requests)
+    return LogKeeper(ops, rule, buffers, spec)

@@ -1,6 +1,6 @@
 """The short convolution of one token in compiled code, over a ring of raw columns.
 
-Owns: pool window to ring and back, one token's convolution with silu, plain copies by lanes.
+Owns: pool window to ring and back, one token's convolution with silu.
 Does not know: which channels a mixer needs (it passes segments), who owns a slot.
 
 Invariants:
@@ -17,31 +17,10 @@ from __future__ import annotations
 import numpy as np
 
 from hyradix.kernels.numba_support import compiled, silu32
-from hyradix.kernels.simd import LANES, vfma, vload, vload_first, vset, vstore, vstore_first
+from hyradix.kernels.simd import LANES, vfma, vset
+from hyradix.kernels.simd_rows import copy, load, store
 
 _ZERO = np.float32(0.0)
-
-
-@compiled(inline=True)
-def load(array, index, count):
-    """Up to sixteen lanes; those from ``count`` on are zero."""
-    return vload(array, index) if count >= LANES else vload_first(array, index, count)
-
-
-@compiled(inline=True)
-def store(array, index, value, count):
-    """Up to sixteen lanes; those from ``count`` on stay as they were."""
-    if count >= LANES:
-        vstore(array, index, value)
-    else:
-        vstore_first(array, index, value, count)
-
-
-@compiled(inline=True)
-def copy(source, s, target, t, count):
-    """target.flat[t:] = source.flat[s : s + count]."""
-    for c in range(0, count, LANES):
-        store(target, t + c, load(source, s + c, count - c), count - c)
 
 
 @compiled()

@@ -19,16 +19,10 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from hyradix.kernels.causal_conv.compiled import (
-    convolve,
-    copy,
-    load,
-    store,
-    window_in,
-    window_out,
-)
+from hyradix.kernels.causal_conv.compiled import convolve, window_in, window_out
 from hyradix.kernels.numba_support import compiled, exp32, sigmoid32
 from hyradix.kernels.simd import LANES, at, vadd, vfma, vmul, vset, vsum
+from hyradix.kernels.simd_rows import copy, load, store
 
 _L2_EPS = np.float32(1e-6)
 _ZERO = np.float32(0.0)

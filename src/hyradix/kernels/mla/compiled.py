@@ -19,10 +19,10 @@ import torch
 from numba import prange
 
 from hyradix.kernels.attention.queries import RaggedQueries
-from hyradix.kernels.causal_conv.compiled import copy, load, store
 from hyradix.kernels.mla.reference import LatentWeights, absorb, attend_row, values_of
 from hyradix.kernels.numba_support import compiled, exp32
 from hyradix.kernels.simd import LANES, at, vfma, vmul, vset, vsum
+from hyradix.kernels.simd_rows import copy, load, store
 
 Array = npt.NDArray[np.float32]
 _ZERO = np.float32(0.0)
