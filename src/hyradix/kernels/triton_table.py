@@ -5,7 +5,9 @@ and a choice that depends on what was timed today is not reproducible.
 
 Invariants: a configuration changes speed, never results beyond the order of sums. What the table
 does not list takes the nearest smaller batch's row of the ``default`` device.
-Read next: ``benchmarks/gpu_kernels.py`` (where the rows come from).
+The rows are reasoned from registers and spills of compiled kernels; none has been timed against
+another on a device yet.
+Read next: ``benchmarks/gpu_kernels.py`` (which times them).
 """
 
 from __future__ import annotations
