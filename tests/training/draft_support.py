@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from delta_rule import delta_rule_torch
 from draft_model import DraftHead, Rows, make_heads
-from model import Model, Pieces, Shape, delta_rule_torch
+from model import Model, Pieces, Shape
 from torch import Tensor
 
 from hyradix.models.qwen3_5 import parse_config
