@@ -9,9 +9,10 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Call, Check
 from benchmarks.gpu.recurrent import B4, BFLOAT16, SHAPES
+from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer
-from hyradix.kernels.gated_delta_net.triton_prefill import DeviceStates, mix_
+from hyradix.kernels.gated_delta_net.triton_prefill import mix_
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch
 from hyradix.kernels.triton_table import ChunkConfig
 from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, wide

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.reference import RaggedStates, mix
-from hyradix.kernels.gated_delta_net.triton_prefill import DeviceStates, mix_
+from hyradix.kernels.gated_delta_net.triton_prefill import mix_
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch
 from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, wide
 

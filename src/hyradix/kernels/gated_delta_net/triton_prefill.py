@@ -13,52 +13,18 @@ Read next: ``reference.py`` (the readable twin), ``../gated_delta_rule/triton.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.gated_delta_net.reference import RaggedStates
+from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, gates, unit
-from hyradix.kernels.gated_delta_rule.triton import Chunks, ChunkScratch, chunk_table, chunked_
+from hyradix.kernels.gated_delta_rule.triton import ChunkScratch, chunked_
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.triton_support import launch, load32, power_of_two, silu, store
 from hyradix.kernels.triton_table import ChunkConfig
 
 _CHANNELS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStates:
-    """``RaggedStates`` on the device, ``sequences`` ``int32[T]`` of the tokens, and the chunks."""
-
-    cu_seqlens: torch.Tensor
-    sequences: torch.Tensor
-    save_offsets: torch.Tensor
-    save_at: torch.Tensor
-    save_slots: torch.Tensor
-    chunks: Chunks
-
-    @classmethod
-    def of(cls, batch: RaggedStates, device: torch.device) -> DeviceStates:
-        """Copies; once a step, all layers share them. Sequences without tokens are left out."""
-        counts = np.diff(batch.cu_seqlens)
-        assert counts.min() > 0, "a sequence without tokens"
-        sequences = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        table, offsets = chunk_table(
-            batch.cu_seqlens, batch.save_offsets, batch.save_at, batch.save_slots
-        )
-
-        def on_device(x: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(x).to(device, non_blocking=True)
-
-        numbers = (
-            batch.cu_seqlens, sequences, batch.save_offsets, batch.save_at, batch.save_slots
-        )  # fmt: skip
-        chunks = Chunks(*map(on_device, (table, offsets, batch.slots)))
-        return cls(*map(on_device, numbers), chunks)
 
 
 def mix_(
