@@ -79,7 +79,7 @@ class Ops(Protocol):
         """The same memory, lent: whatever would write through the result raises."""
 
     def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` ``[V, C]`` where ``embed`` reads it; ``pack_linear`` then shares its memory."""
+        """``weight`` ``[V, C]`` where ``embed`` reads it; ``pack_linear`` shares its memory."""
 
     def embed(self, weight: torch.Tensor, token_ids: Int32Array) -> Array:
         """Rows of ``weight`` ``[V, C]`` by ``token_ids`` ``[T]``: ``[T, C]``."""
