@@ -45,6 +45,7 @@ class GreedySampler:
         self.known[row] = prompt_ids
 
     def sample(self, logits, rows, positions):
+        logits = logits.cpu()
         is_faulty = ~torch.isfinite(logits).all(1).numpy()
         ids = logits.argmax(1).numpy().astype(np.int32)
         return GreedyResult(ids, is_faulty, (None,) * len(rows))
@@ -56,7 +57,7 @@ class GreedySampler:
         return False
 
     def logprobs_of(self, logits, token_ids, num_top):
-        logprobs = logits.log_softmax(1)
+        logprobs = logits.cpu().log_softmax(1)
         own = logprobs.gather(1, torch.from_numpy(token_ids).long()[:, None])
         top = logprobs.topk(num_top, 1)
         ranks = (logprobs > own).sum(1).int().numpy() + 1
@@ -82,7 +83,9 @@ def make_config(model: Decoder, **settings: Any) -> EngineConfig:
         "max_requests": 4, "max_context": 256, "kv_slots": 1024, "states": 16, "num_threads": 2,
         **settings,
     }  # fmt: skip
-    facts = model_facts(model.config)
+    kind = "cuda" if model.ops.name == "triton" else "cpu"  # whose pools have the weights' type
+    dtype = str(model.ops.dtype).removeprefix("torch.")
+    facts = model_facts(model.config, dtype, device=kind)
     device = DeviceFacts(kind="cpu", free_bytes=1 << 33, num_threads=2)
     return resolve(Settings(**options), facts, device)
 

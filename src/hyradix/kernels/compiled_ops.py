@@ -9,7 +9,8 @@ Read next: ``gated_delta_net/compiled.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,9 @@ from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe import grouped
 from hyradix.kernels.moe.grouped import Grouping, PackedExperts, PackedRouting
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
+from hyradix.kernels.ops import SlotMover
 from hyradix.kernels.rms_norm import compiled as norm_kernels
+from hyradix.kernels.state_slots.reference import move_slots_
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Rule
@@ -82,6 +85,9 @@ class CompiledOps:
     """See ``ops.Ops``."""
 
     name = "compiled"
+    device = torch.device("cpu")
+    dtype = torch.float32
+    appends_roots = False
 
     def __init__(self) -> None:
         numba_support.prefer_openmp()
@@ -95,6 +101,12 @@ class CompiledOps:
             self._parallel_from = threshold
             run()
 
+    def reserve(self, max_tokens: int, max_rows: int) -> int:
+        return 0
+
+    def slot_mover(self, tensors: Sequence[torch.Tensor]) -> SlotMover:
+        return partial(move_slots_, tensors)
+
     def view(self, tensor: torch.Tensor) -> Array:
         return tensor.numpy()
 
@@ -105,6 +117,9 @@ class CompiledOps:
         lent = array.view()
         lent.flags.writeable = False
         return lent
+
+    def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
 
     def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
         return weight.index_select(0, torch.from_numpy(token_ids)).float().numpy()
@@ -128,6 +143,14 @@ class CompiledOps:
 
     def linear(self, x: Array, weight: RowMajorLinear) -> Array:
         return self.linear_add(x, weight, _NOTHING)
+
+    def norm_linear_activate(
+        self, x: Array, norm: Norm, weight: RowMajorLinear, activation: Activation
+    ) -> Array:
+        return self.activate(self.norm_linear(x, norm, weight), activation)
+
+    def logits(self, x: Array, norm: Norm, weight: RowMajorLinear) -> torch.Tensor:
+        return torch.from_numpy(self.norm_linear(x, norm, weight))
 
     def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
         if self._is_small(x, weight):

@@ -1,6 +1,6 @@
 """Memory seen from several sides: views that are never written, bytes that are counted once.
 
-Owns: ``ReadOnly`` (lent memory, overlapping windows) and ``physical_bytes``.
+Owns: ``ReadOnly`` (lent memory, overlapping windows), ``physical_bytes``, ``moved``, ``upload``.
 Does not know: whose memory it is.
 Invariant: a view taken from a ``ReadOnly`` is one too; whatever is computed from it is plain.
 Read next: ``causal_conv/sliding.py``.
@@ -9,10 +9,15 @@ Read next: ``causal_conv/sliding.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_map
+
+W = TypeVar("W")
 
 
 class ReadOnly(torch.Tensor):
@@ -72,3 +77,21 @@ def physical_bytes(*tensors: torch.Tensor) -> int:
     """Bytes of the storages behind ``tensors``, each once however many views there are."""
     storages = [_plain(tensor).untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def moved(weights: W, device: torch.device, dtype: torch.dtype | None = None) -> W:
+    """A dataclass of weights with its tensors on a device, and of a type where one is given."""
+    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}  # type: ignore[arg-type]
+    there = {n: x.to(device, dtype) for n, x in tensors.items() if isinstance(x, torch.Tensor)}
+    return replace(weights, **there)  # type: ignore[type-var]
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on ``device``; to a GPU through pinned memory, so that nobody waits for it.
+
+    The array may be changed as soon as this returns.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor.clone()
+    return tensor.pin_memory().to(device, non_blocking=True)

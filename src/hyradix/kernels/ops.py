@@ -3,16 +3,19 @@
 Owns: the ``Ops`` interface and ``load_ops``. Does not know: layers, models.
 
 Invariants:
-- Activations are float32 arrays of the backend's own kind (``Array``): torch tensors, or numpy
-  arrays where the kernels are compiled by numba. Only ``embed`` and ``tensor`` cross over.
-- Backends agree within float32 rounding. Packing happens once, at load.
-Read next: ``torch_ops.py``, ``compiled_ops.py``.
+- Activations are arrays of the backend's own kind (``Array``), of type ``dtype``, on ``device``:
+  torch tensors, or numpy arrays where the kernels are compiled by numba. ``dtype`` is float32 on
+  the CPU; Triton's is the weights'. Only ``embed`` and ``tensor`` cross over.
+- Backends agree within the rounding of ``dtype``. Packing happens once, at load.
+- Batches are the host's ragged forms; Triton takes those of ``device_forms.py`` as well.
+Read next: ``torch_ops.py``, ``compiled_ops.py``, ``triton_ops.py``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,15 +36,23 @@ from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
-BACKENDS = ("auto", "compiled", "torch")
+BACKENDS = ("auto", "compiled", "torch", "triton")
 Array = Any
-"""A float32 array of the backend's own kind; slicing its first dimension works on all kinds."""
+"""An array of the backend's own kind; slicing its first dimension works on all kinds."""
+Int32Array = npt.NDArray[np.int32]
+SlotMover = Callable[[Any, Any], None]
 
 
 class Ops(Protocol):
     """What ``pack_*`` return is opaque: it is what the others take."""
 
     name: str
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations, KV, windows and raw columns. States, u and gates are float32 everywhere."""
+    appends_roots: bool
+    """Whether trees that are all roots append their rows to the log themselves: in a step of such
+    trees, ``mix_trees`` leaves what they log behind the valid log rows, not at the nodes' rows."""
 
     def set_num_threads(self, num_threads: int) -> None:
         """Threads of torch, and of the compiled kernels where there are any."""
@@ -49,8 +60,17 @@ class Ops(Protocol):
     def warm_up(self, run: Callable[[], None]) -> None:
         """Call ``run`` (any forward) so often that every kernel it reaches has been compiled."""
 
+    def reserve(self, max_tokens: int, max_rows: int) -> int:
+        """Allocate what the kernels need between them for steps of so many tokens, of which so many
+        rows decode; returns the bytes. For the models that were packed before."""
+
+    def slot_mover(self, tensors: Sequence[torch.Tensor]) -> SlotMover:
+        """What moves whole slots (dimension 1) of all of ``tensors``, which stay where they are:
+        ``move(sources, targets)``, see ``state_slots.reference.move_slots_``; ``int32[J]`` of the
+        host, or (Triton) of the device."""
+
     def view(self, tensor: torch.Tensor) -> Array:
-        """The same float32 memory as an ``Array``."""
+        """The same memory as an ``Array``."""
 
     def tensor(self, array: Array) -> torch.Tensor:
         """The same memory as a tensor."""
@@ -58,10 +78,13 @@ class Ops(Protocol):
     def read_only(self, array: Array) -> Array:
         """The same memory, lent: whatever would write through the result raises."""
 
-    def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> Array:
-        """Rows of ``weight`` ``[V, C]`` by ``token_ids`` ``[T]``, as float32 ``[T, C]``."""
+    def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` ``[V, C]`` where ``embed`` reads it; ``pack_linear`` shares its memory."""
 
-    def select(self, x: Array, index: npt.NDArray[np.int32]) -> Array:
+    def embed(self, weight: torch.Tensor, token_ids: Int32Array) -> Array:
+        """Rows of ``weight`` ``[V, C]`` by ``token_ids`` ``[T]``: ``[T, C]``."""
+
+    def select(self, x: Array, index: Int32Array) -> Array:
         """Rows of ``[T, C]`` by index ``[M]``."""
 
     def pack_linear(self, weight: torch.Tensor) -> Any:
@@ -76,8 +99,16 @@ class Ops(Protocol):
     def norm_linear(self, x: Array, norm: Any, weight: Any) -> Array:
         """rms_norm(x ``[T, I]``) times weight -> ``[T, O]``."""
 
+    def norm_linear_activate(
+        self, x: Array, norm: Any, weight: Any, activation: Activation
+    ) -> Array:
+        """``activate`` of ``norm_linear``."""
+
+    def logits(self, x: Array, norm: Any, weight: Any) -> torch.Tensor:
+        """``norm_linear`` as a float32 tensor."""
+
     def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
-        """x ``[T, I]`` times weight, plus residual ``[T, O]``."""
+        """x ``[T, I]`` times weight, plus residual ``[T, O]``; its memory may be the result's."""
 
     def linear(self, x: Array, weight: Any) -> Array:
         """x ``[T, I]`` times weight -> ``[T, O]``."""
@@ -135,9 +166,9 @@ class Ops(Protocol):
     def move_rows(
         self,
         array: Array,
-        rows: npt.NDArray[np.int32],
-        sources: npt.NDArray[np.int32],
-        targets: npt.NDArray[np.int32],
+        rows: Int32Array,
+        sources: Int32Array,
+        targets: Int32Array,
     ) -> None:
         """Rows of a draft buffer, in order: ``tree_recurrence.keeping.move_rows``."""
 
@@ -192,12 +223,26 @@ class Ops(Protocol):
         """See ``mla.reference.latent_attention``."""
 
 
-def load_ops(backend: str = "auto") -> Ops:
-    """The operations of a backend. Raises ``ConfigError`` if it is unknown or cannot be had."""
+def load_ops(
+    backend: str = "auto",
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Ops:
+    """The operations of a backend. Raises ``ConfigError`` if it is unknown or cannot be had.
+
+    dtype: of the weights; activations have it too where the kernels are Triton's.
+    """
     if backend not in BACKENDS:
         raise ConfigError(f"kernel backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    device = torch.device(device)
+    is_cpu = device.type == "cpu"
+    # optional backends: this is the one place that loads them
+    if backend == "triton" or (backend == "auto" and not is_cpu):
+        return _load_triton(device, dtype)
+    if backend == "compiled" and not is_cpu:
+        raise ConfigError(f"the compiled kernels are the CPU's, not for device {device}")
     if backend != "torch":
-        # numba is an optional backend: this is the one place that loads it
         try:
             module = importlib.import_module("hyradix.kernels.compiled_ops")
         except ImportError as error:
@@ -206,5 +251,35 @@ def load_ops(backend: str = "auto") -> Ops:
         else:
             ops: Ops = module.CompiledOps()
             return ops
-    torch_ops: Ops = importlib.import_module("hyradix.kernels.torch_ops").TorchOps()
+    torch_ops: Ops = importlib.import_module("hyradix.kernels.torch_ops").TorchOps(device)
     return torch_ops
+
+
+LEAST_TRITON = (3, 4)
+
+
+def _load_triton(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Raises ``ConfigError`` saying what is missing."""
+    try:
+        version = str(importlib.import_module("triton").__version__)
+    except ImportError as error:
+        raise ConfigError(f"the kernels for device {device} need Triton: {error}") from error
+    if tuple(int(part) for part in version.split(".")[:2]) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        raise ConfigError(f"Triton {least} or newer is needed, not {version}")
+    if device.type == "cuda":
+        _check_cuda(device)
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("Triton runs on the CPU only with TRITON_INTERPRET=1 (slow: for tests)")
+    ops: Ops = importlib.import_module("hyradix.kernels.triton_ops").TritonOps(device, dtype)
+    return ops
+
+
+def _check_cuda(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device, or this torch was built without CUDA")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ConfigError(
+            f"the kernels need a GPU of compute capability 8.0 or newer, not {major}.{minor}"
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,14 @@ from hyradix.kernels.linear.packed import PackedLinear
 from hyradix.kernels.mamba2 import reference as mamba2_reference
 from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
 from hyradix.kernels.mamba2.reference import Mamba2Weights
-from hyradix.kernels.memory import ReadOnly
+from hyradix.kernels.memory import ReadOnly, moved
 from hyradix.kernels.mla import reference as latent_reference
 from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.moe import reference as moe_reference
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
+from hyradix.kernels.ops import SlotMover
 from hyradix.kernels.rms_norm.reference import rms_norm
+from hyradix.kernels.state_slots.reference import move_slots_
 from hyradix.kernels.tree_recurrence import keeping
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
@@ -42,12 +45,23 @@ class TorchOps:
     """See ``ops.Ops``."""
 
     name = "torch"
+    dtype = torch.float32
+    appends_roots = False
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # constant
+        self.device = device
 
     def set_num_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
     def warm_up(self, run: Callable[[], None]) -> None:
         run()
+
+    def reserve(self, max_tokens: int, max_rows: int) -> int:
+        return 0
+
+    def slot_mover(self, tensors: Sequence[torch.Tensor]) -> SlotMover:
+        return partial(move_slots_, tensors)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -58,23 +72,34 @@ class TorchOps:
     def read_only(self, array: torch.Tensor) -> ReadOnly:
         return ReadOnly(array)
 
+    def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.device)
+
     def embed(self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        return weight.index_select(0, torch.from_numpy(token_ids)).float()
+        return weight.index_select(0, torch.from_numpy(token_ids).to(self.device)).float()
 
     def select(self, x: torch.Tensor, index: npt.NDArray[np.int32]) -> torch.Tensor:
-        return x.index_select(0, torch.from_numpy(index))
+        return x.index_select(0, torch.from_numpy(index).to(self.device))
 
     def pack_linear(self, weight: torch.Tensor) -> PackedLinear:
-        return PackedLinear(weight)
+        return PackedLinear(weight.to(self.device))
 
     def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return weight, eps
+        return weight.to(self.device), eps
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, *norm)
 
     def norm_linear(self, x: torch.Tensor, norm: Norm, weight: PackedLinear) -> torch.Tensor:
         return weight.multiply(rms_norm(x, *norm))
+
+    def norm_linear_activate(
+        self, x: torch.Tensor, norm: Norm, weight: PackedLinear, activation: Activation
+    ) -> torch.Tensor:
+        return activate(self.norm_linear(x, norm, weight), activation)
+
+    def logits(self, x: torch.Tensor, norm: Norm, weight: PackedLinear) -> torch.Tensor:
+        return self.norm_linear(x, norm, weight)
 
     def linear_add(
         self, x: torch.Tensor, weight: PackedLinear, residual: torch.Tensor
@@ -88,13 +113,13 @@ class TorchOps:
         return activate(x, activation)
 
     def pack_routing(self, routing: Routing) -> Routing:
-        return routing
+        return moved(routing, self.device)
 
     def route(self, logits: torch.Tensor, routing: Routing) -> Routes:
         return moe_reference.route(logits, routing)
 
     def pack_experts(self, weights: ExpertWeights) -> ExpertWeights:
-        return weights
+        return moved(weights, self.device)
 
     def experts(
         self,
@@ -106,7 +131,7 @@ class TorchOps:
         return moe_reference.experts(x, routes, weights, residual)
 
     def pack_mixer(self, weights: Mixer) -> Mixer:
-        return weights
+        return moved(weights, self.device)
 
     def mix(
         self,
@@ -154,7 +179,7 @@ class TorchOps:
         keeping.move_rows(array, rows, sources, targets)
 
     def pack_kda(self, weights: KdaWeights) -> KdaWeights:
-        return weights
+        return moved(weights, self.device)
 
     def mix_kda(
         self,
@@ -183,7 +208,7 @@ class TorchOps:
         kda_trees.mix_trees(projected, forget, gate, weights, trees, conv_state, state, spec, out)
 
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
-        return weights
+        return moved(weights, self.device)
 
     def attention(
         self,
@@ -206,7 +231,7 @@ class TorchOps:
         return attention_reference.attend_frozen(projected, weights, batch, k, v)
 
     def pack_latent_attention(self, weights: LatentWeights) -> LatentWeights:
-        return weights
+        return moved(weights, self.device)
 
     def latent_attention(
         self,

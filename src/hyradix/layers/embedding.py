@@ -26,7 +26,7 @@ class Embedding:
     ) -> None:
         self._ops = ops
         self._multiplier = multiplier
-        self._weight = weight.contiguous()
+        self._weight = ops.pack_embedding(weight.contiguous())
         self._head = ops.pack_linear(self._weight if head is None else head)
 
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Array:
@@ -36,4 +36,4 @@ class Embedding:
 
     def logits(self, hidden: Array, norm: RmsNorm) -> torch.Tensor:
         """``[M, hidden]``, not normalised yet -> float32 ``[M, vocab]``."""
-        return self._ops.tensor(self._ops.norm_linear(hidden, norm.packed, self._head))
+        return self._ops.logits(hidden, norm.packed, self._head)

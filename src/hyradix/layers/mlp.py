@@ -32,14 +32,15 @@ class Mlp:
 
     def forward(self, x: Array, norm: RmsNorm) -> Array:
         """``[T, hidden]`` -> x + scale MLP(norm(x)), ``[T, hidden]``."""
-        return self._finish(self._ops.norm_linear(x, norm.packed, self._up), None, x)
+        hidden = self._ops.norm_linear_activate(x, norm.packed, self._up, self._activation)
+        return self._finish(hidden, None, x)
 
     def add(self, normed: Array, weights: Array | None, x: Array) -> Array:
         """x + scale weights MLP(normed), as a shared expert; weights: ``[T, 1]`` or None for 1."""
-        return self._finish(self._ops.linear(normed, self._up), weights, x)
+        hidden = self._ops.activate(self._ops.linear(normed, self._up), self._activation)
+        return self._finish(hidden, weights, x)
 
-    def _finish(self, projected: Array, weights: Array | None, x: Array) -> Array:
-        hidden = self._ops.activate(projected, self._activation)
+    def _finish(self, hidden: Array, weights: Array | None, x: Array) -> Array:
         if weights is not None:
             hidden *= weights
         if self._scale != 1.0:

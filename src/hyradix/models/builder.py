@@ -69,7 +69,8 @@ class DecoderBuilder:
         """The model's, and that of a draft head where there is one: one matrix gives both their
         vectors, and logits too where it is tied and of the type that they are computed in."""
         source = read(sources.pop("model.embed_tokens.weight"))
-        weight, is_tied = source.to(self._dtype), self._config.is_tied
+        is_tied, draft_dtype = self._config.is_tied, self._draft_dtype(head)
+        weight = self._ops.pack_embedding(source.to(self._dtype).contiguous())
         unembedding = source if is_tied else read(sources.pop("lm_head.weight"))
 
         def embedding(dtype: torch.dtype) -> Embedding:
@@ -81,7 +82,9 @@ class DecoderBuilder:
                 multiplier=self._config.embedding_multiplier,
             )
 
-        return embedding(self._dtype), embedding(self._draft_dtype(head)) if head else None
+        own = embedding(self._dtype)
+        of_head = own if draft_dtype == self._dtype else embedding(draft_dtype)
+        return own, of_head if head else None
 
     def _draft_dtype(self, head: Tensors) -> torch.dtype:
         """What reads least for a guess: bfloat16 weights as they were stored, where the backend

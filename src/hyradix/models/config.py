@@ -68,9 +68,9 @@ class CacheConfig:
         return parts * self.num_attention_layers * self.num_kv_heads * self.head_dim * element_bytes
 
     def recurrent_shape(self, element_bytes: int) -> RecurrentShape:
-        """The recurrent layers; states, u and gates are float32, ``element_bytes`` is the rest's.
+        """The recurrent layers; columns and hidden states take ``element_bytes`` an element.
 
-        Float32 gates and u: what is folded into a state must be exact (DESIGN 6.1).
+        Float32 states, k, u, v and gates: what goes into a state must be exact (DESIGN 6.1).
         """
         return RecurrentShape(
             num_layers=self.num_recurrent_layers,
@@ -81,9 +81,8 @@ class CacheConfig:
             conv_channels=self.conv_channels,
             conv_width=self.conv_width,
             has_channel_decay=self.recurrence == "kda",
-            k_bytes=element_bytes,
-            v_bytes=element_bytes,
             conv_bytes=element_bytes,
+            hidden_bytes=element_bytes,
         )
 
     @property

@@ -60,7 +60,7 @@ def model_facts(
 ) -> ModelFacts:
     """What ``hyradix.config.resolve`` asks for, from config.json and the weights' names alone.
 
-    On the CPU, KV is float32 whatever ``dtype`` says: only weights follow it.
+    On the CPU, KV and windows are float32 whatever ``dtype`` says: only weights follow it.
     """
     config = model if isinstance(model, ModelConfig) else load_config(model)
     if not name and not isinstance(model, ModelConfig):
@@ -77,11 +77,11 @@ def model_facts(
         vocab_size=config.vocab_size,
         max_position=config.max_position,
         kv_bytes_per_slot=config.kv_bytes_per_slot(kv_element_bytes),
-        state_bytes_per_slot=config.state_bytes_per_slot,
+        state_bytes_per_slot=config.recurrent_shape(kv_element_bytes).slot_bytes,
         eos_token_ids=config.eos_token_ids,
         weight_bytes=sum(math.prod(shape) for shape in shapes.values()) * element_bytes,
         recurrent=config.recurrent_shape(kv_element_bytes),
-        hidden_bytes=4 * config.hidden_size,
+        hidden_bytes=kv_element_bytes * config.hidden_size,
         draft_kv_bytes=2 * config.num_kv_heads * config.head_dim * kv_element_bytes,
         proposers=("ngram", *heads),
     )
@@ -93,6 +93,7 @@ def load_model(
     dtype: str = "float32",
     load_format: str = "auto",
     backend: str = "auto",
+    device: torch.device | str = "cpu",
     max_context: int | None = None,
     proposer: ProposerName | None = None,
     seed: int = 0,
@@ -103,7 +104,8 @@ def load_model(
     Args:
         dtype: of linear weights and embeddings: float32 or bfloat16.
         load_format: ``auto`` reads safetensors; ``dummy`` draws random weights from ``seed``.
-        backend: ``auto``, ``compiled`` or ``torch`` (see ``kernels.ops``).
+        backend: ``auto``, ``compiled``, ``torch`` or ``triton`` (see ``kernels.ops``).
+        device: where weights go, layer by layer, and where the model runs.
         max_context: longest sequence that will be run; default: the checkpoint's.
         proposer: whose draft head is loaded too; ``ngram`` has none.
 
@@ -112,7 +114,8 @@ def load_model(
     Cost: memory for what is built and for one layer's weights as they are stored.
     """
     config = load_config(directory)
-    family, ops = FAMILIES[config.family], load_ops(backend)
+    family = FAMILIES[config.family]
+    ops = load_ops(backend, device=device, dtype=DTYPES[dtype])
     report = on_progress or checkpoint._silent
     head = next((name for name in HEADS if name == proposer), None)
     sources: Sources

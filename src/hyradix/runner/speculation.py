@@ -234,7 +234,7 @@ def make_speculation(
         shape = spec.shape.spec_shape(config.max_requests, config.num_log_rows)
     keeper = None
     if mode is not None:
-        recurrent = model.config.recurrent_shape(4)
+        recurrent = model.config.recurrent_shape(model.ops.dtype.itemsize)
         states = pools.states
         hidden = None if states.hidden is None else states.hidden[0]
         if hidden is not None:

@@ -19,7 +19,7 @@ from hyradix.kernels.ops import Array
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.layers.context import ForwardContext
 from hyradix.models.decoder import Decoder
-from hyradix.request import SINK, Int32Array, ScheduledBatch, StateOp, StateOpKind
+from hyradix.request import SINK, Int32Array, ScheduledBatch
 from hyradix.runner.batch import PreparedBatch, TreeRows, prepare
 from hyradix.runner.speculation import Speculation
 from hyradix.spec_config import RoundCosts
@@ -67,7 +67,7 @@ class Rehearsal:
         self._pool_size = speculation.pools.kv.k.shape[1] - 1
 
     def __enter__(self) -> Rehearsal:
-        self._parts.pools.states.apply((StateOp(StateOpKind.CLEAR, SINK),))
+        self._parts.pools.states.clear_sink()
         self._saved = self._tables.kv_slots[: self.num_rows].copy()
         self._tables.kv_slots[: self.num_rows] = SINK
         if not self._has_slots:
@@ -124,7 +124,8 @@ class Rehearsal:
         hidden = None
         if parts.uses_hidden:
             size = self._model.config.hidden_size
-            hidden = self._model.ops.view(torch.zeros(self.num_rows, size))
+            ops = self._model.ops
+            hidden = ops.view(torch.zeros(self.num_rows, size, device=ops.device, dtype=ops.dtype))
         ends = batch.starts + np.int32(1)
         next_slots = self._tables.kv_slots[batch.rows, ends]
         parts.proposer.learn(

@@ -47,8 +47,12 @@ class DraftBuffers:
         pool: StatePoolTensors,
     ) -> None:
         wanted = {buffer.name: buffer for buffer in buffers(mode, shape, spec)}
-        assert all(x.element_bytes == 4 for x in wanted.values()), "buffers are float32 here"
-        self._tensors = {name: torch.empty(x.shape) for name, x in wanted.items()}
+        dtypes = {ops.dtype.itemsize: ops.dtype, 4: torch.float32}
+        self._tensors = {
+            name: torch.empty(x.shape, device=ops.device, dtype=dtypes[x.element_bytes])
+            for name, x in wanted.items()
+        }
+        self._device = ops.device
         self.num_bytes = physical_bytes(*self._tensors.values())
         assert self.num_bytes == spec_bytes(mode, shape, spec).peak, "computed wrongly"
         self.width = shape.conv_width
@@ -107,8 +111,11 @@ class DraftBuffers:
         """The last hidden state that goes with each move of ``moves.counts`` held rows, if any."""
         if self._pool_hidden is None or self.hidden is None:
             return
-        rows, last = (torch.from_numpy(x).long() for x in (moves.rows, moves.counts - 1))
-        self._pool_hidden[torch.from_numpy(moves.targets).long()] = self.hidden[rows, last]
+        rows, last, targets = (
+            torch.from_numpy(x).to(self._device, torch.long)
+            for x in (moves.rows, moves.counts - 1, moves.targets)
+        )
+        self._pool_hidden[targets] = self.hidden[rows, last]
 
 
 def _check_chains(trees: FlatTrees) -> None:

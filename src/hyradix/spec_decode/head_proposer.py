@@ -40,7 +40,9 @@ class HeadProposer(ABC):
         self._kv_slots = kv_slots
         self._k = k
         self._v = v
-        self._last = torch.zeros(len(token_ids), head.hidden_size)
+        ops = head.ops
+        size = (len(token_ids), head.hidden_size)
+        self._last = torch.zeros(size, device=ops.device, dtype=ops.dtype)
 
     def enter(self, row: int, hidden: torch.Tensor | None) -> None:
         """See ``proposer.Proposer``."""
@@ -68,13 +70,17 @@ class HeadProposer(ABC):
 
     def _remember(self, step: ConsumedTokens) -> None:
         """Keep h of each row's last token."""
-        rows, last = torch.from_numpy(step.rows).long(), step.cu_tokens[1:] - 1
         hidden = self._ops.tensor(step.hidden)
-        self._last[rows] = hidden.index_select(0, torch.from_numpy(last))
+        last = hidden.index_select(0, self._index(step.cu_tokens[1:] - 1))
+        self._last[self._index(step.rows)] = last
 
     def _of_rows(self, held: torch.Tensor, rows: Int32Array) -> Array:
         """Rows of what is held for every request."""
-        return self._ops.view(held.index_select(0, torch.from_numpy(rows)))
+        return self._ops.view(held.index_select(0, self._index(rows)))
+
+    def _index(self, numbers: Int32Array | Int64Array) -> torch.Tensor:
+        """Row numbers where the hidden states are."""
+        return torch.from_numpy(numbers).to(self._ops.device, torch.long)
 
     @abstractmethod
     def _is_ready(self, batch: DraftRound) -> BoolArray:

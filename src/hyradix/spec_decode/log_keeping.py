@@ -103,13 +103,16 @@ class LogKeeper:
         order = np.arange(len(nodes), dtype=np.int32) - np.repeat(ends - counts, counts)
         targets = np.repeat(logged, counts) + order
         sources, column = nodes + np.int32(buffers.num_log_rows), np.int32(buffers.first_row)
-        for array in (buffers.arrays.k, buffers.arrays.u, buffers.arrays.g):
-            self._ops.move_rows(array, rows, sources, targets)
-        self._ops.move_rows(buffers.arrays.conv, rows, sources + column, targets + column)
+        if not (self._ops.appends_roots and trees.trees.are_roots):
+            for array in (buffers.arrays.k, buffers.arrays.u, buffers.arrays.g):
+                self._ops.move_rows(array, rows, sources, targets)
+            self._ops.move_rows(buffers.arrays.conv, rows, sources + column, targets + column)
         if buffers.hidden is not None:
             assert hidden is not None, "the pool holds hidden states"
-            to = (torch.from_numpy(rows).long(), torch.from_numpy(targets).long())
-            buffers.hidden[to] = self._ops.tensor(hidden)[torch.from_numpy(taken).long()]
+            row, target, node = (
+                torch.from_numpy(x).to(self._ops.device, torch.long) for x in (rows, targets, taken)
+            )
+            buffers.hidden[row, target] = self._ops.tensor(hidden)[node]
 
     def fold(self, folds: Sequence[StateFold]) -> None:
         """Fold up to the depth; the rest is dropped."""

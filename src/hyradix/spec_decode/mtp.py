@@ -73,14 +73,14 @@ class MtpProposer(HeadProposer):
             is_newest = has_next[index]
             rows, last = step.rows[index][is_newest], cu_pairs[1:][is_newest] - 1
             newest = self._ops.tensor(self._ops.select(x, last))
-            self._outputs[torch.from_numpy(rows).long()] = newest
+            self._outputs[self._index(rows)] = newest
             self._newest[rows] = step.ends[has_next]
             self._newest_slot[rows] = step.next_slots[has_next]
         self._remember(step)
 
     def pass_over(self, slots: Int32Array) -> None:
         """See ``proposer.Proposer``."""
-        index = torch.from_numpy(slots).long()
+        index = self._index(slots)
         for pool in (self._k, self._v):
             self._ops.tensor(pool).index_fill_(0, index, 0.0)
 
@@ -137,9 +137,8 @@ class MtpProposer(HeadProposer):
         hidden = self._ops.select(step.hidden, index)
         at_start = np.flatnonzero(behind < 0)
         if len(at_start):
-            rows = torch.from_numpy(step.rows[owner[at_start]])
-            held = self._last.index_select(0, rows)
-            self._ops.tensor(hidden).index_copy_(0, torch.from_numpy(at_start), held)
+            held = self._last.index_select(0, self._index(step.rows[owner[at_start]]))
+            self._ops.tensor(hidden).index_copy_(0, self._index(at_start), held)
         return hidden
 
     def _is_ready(self, batch: DraftRound) -> BoolArray:

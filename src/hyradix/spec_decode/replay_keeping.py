@@ -111,7 +111,8 @@ class ReplayKeeper:
     ) -> None:
         assert self._buffers.hidden is not None
         for tree, path in enumerate(paths):
-            nodes = torch.from_numpy(trees.trees.cu_nodes[tree] + path).long()
+            nodes = torch.from_numpy(trees.trees.cu_nodes[tree] + path)
+            nodes = nodes.to(self._ops.device, torch.long)
             self._buffers.hidden[int(trees.rows[tree]), : len(path)] = hidden[nodes]
 
     def fold(self, folds: Sequence[StateFold]) -> None:

@@ -76,8 +76,10 @@ class SnapshotKeeper:
         self._ops.copy_nodes(self._buffers.arrays, moves_of(trees, runs, nodes, taps))
         if self._hidden is not None:
             assert hidden is not None, "the pool holds hidden states"
-            taken = self._ops.tensor(hidden)[torch.from_numpy(flat).long()]
-            self._hidden[torch.from_numpy(runs.slots).long()] = taken
+            node, slot = (
+                torch.from_numpy(x).to(self._ops.device, torch.long) for x in (flat, runs.slots)
+            )
+            self._hidden[slot] = self._ops.tensor(hidden)[node]
 
     def fold(self, folds: Sequence[StateFold]) -> None:
         """The state is at its depth already."""

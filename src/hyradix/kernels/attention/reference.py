@@ -63,11 +63,10 @@ def attention(
     heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
     gates = [heads] if weights.has_gate else []
     q, k, v, *gate = projected.split([n * dim for n in (heads, kv_heads, kv_heads, *gates)], dim=1)
-    angles = weights.angles[torch.from_numpy(batch.positions).long()]
+    angles = weights.angles[torch.from_numpy(batch.positions).to(projected.device, torch.long)]
     q = apply_rotary(_normed(q.unflatten(1, (-1, dim)), weights.q_norm, weights), angles)
     k = apply_rotary(_normed(k.unflatten(1, (-1, dim)), weights.k_norm, weights), angles)
-    written = torch.from_numpy(np.flatnonzero(batch.write_slots))
-    slots = torch.from_numpy(batch.write_slots).long()[written]
+    written, slots = written_slots(batch, q.device)
     k_pool.index_copy_(0, slots, k[written].to(k_pool.dtype))
     v_pool.index_copy_(0, slots, v.unflatten(1, (-1, dim))[written].to(v_pool.dtype))
     out = q.new_empty(q.shape)
@@ -101,7 +100,7 @@ def attend_frozen(
     """
     check_short(batch)
     q, gate = projected.chunk(2, dim=1)
-    angles = weights.angles[torch.from_numpy(batch.positions).long()]
+    angles = weights.angles[torch.from_numpy(batch.positions).to(projected.device, torch.long)]
     q = q.unflatten(1, (-1, weights.head_dim))
     q = apply_rotary(rms_norm(q, weights.q_norm, weights.eps), angles)
     out = q.new_empty(q.shape)
@@ -149,7 +148,8 @@ def attend_row(
     for first in range(0, q.shape[2], QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, q.shape[2])
         seen = start + last
-        allowed = torch.arange(seen) <= torch.arange(start + first, seen).unsqueeze(1)
+        last_seen = torch.arange(start + first, seen, device=q.device)
+        allowed = torch.arange(seen, device=q.device) <= last_seen.unsqueeze(1)
         out[:, :, first:last] = F.scaled_dot_product_attention(
             q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=allowed
         )
@@ -165,7 +165,7 @@ def _attend_few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -
     kv_heads, group, n, dim = q.shape
     folded = q.reshape(kv_heads, group * n, dim) * dim**-0.5
     scores = torch.matmul(folded, k.transpose(1, 2)).unflatten(1, (group, n))
-    hidden = torch.ones(n, n, dtype=torch.bool).triu_(1)
+    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., start:].masked_fill_(hidden, -torch.inf)
     out = torch.matmul(scores.flatten(1, 2).softmax(-1), v)
     result: torch.Tensor = out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2)
@@ -177,4 +177,11 @@ def gather(pool: torch.Tensor, slots: Int32Array) -> torch.Tensor:
     first = int(slots[0])
     if int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
         return pool[first : first + len(slots)]
-    return pool.index_select(0, torch.from_numpy(slots))
+    return pool.index_select(0, torch.from_numpy(slots).to(pool.device))
+
+
+def written_slots(batch: RaggedQueries, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``int64`` numbers of the tokens that have a slot to be written, and those slots."""
+    tokens = np.flatnonzero(batch.write_slots)
+    slots = batch.write_slots[tokens].astype(np.int64)
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(slots).to(device)

@@ -29,9 +29,10 @@ def write_kv(
     """Fill q and the tokens' slots.
 
     Args:
-        projected: ``[T, (2 H + 2 Hkv) D]``: q of all heads, k, v, gates of all heads; ``[T, 2 H
-            D]`` (q, gates) where the pools are None. positions, write_slots: ``int32[T]``. q: ``[T,
-            H, D]``. k_pool, v_pool: ``[slots, Hkv, D]``. weights: on the device.
+        projected: ``[T, (2 H + 2 Hkv) D]``: q of all heads, k, v, gates of all heads (if any);
+            ``[T, 2 H D]`` (q, gates) where the pools are None. positions, write_slots:
+            ``int32[T]``. q: ``[T, H, D]``. k_pool, v_pool: ``[slots, Hkv, D]``. weights: on the
+            device.
 
     Returns: q.
     """
@@ -47,7 +48,7 @@ def write_kv(
         projected, projected.stride(0), weights.q_norm, weights.k_norm, weights.eps,
         weights.angles, positions, write_slots, q, k_pool if has_kv else q, v_pool if has_kv else q,
         k_pool.stride(0) if has_kv else 0, v_pool.stride(0) if has_kv else 0,
-        heads, kv_heads, dim, weights.angles.shape[2], power_of_two(dim),
+        heads, kv_heads, dim, weights.angles.shape[2], power_of_two(dim), weights.has_norm,
         num_warps=1,
     )  # fmt: skip
     return q
@@ -58,6 +59,7 @@ def _write_kernel(
     projected, projected_stride, q_norm, k_norm, eps, angles, positions, write_slots,
     q, k_pool, v_pool, k_stride, v_stride,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Heads of q first, then of k (whose programs copy v too)."""
     token = tl.program_id(0).to(tl.int64)
@@ -66,13 +68,13 @@ def _write_kernel(
     angle = angles + tl.load(positions + token).to(tl.int64) * (2 * HALF)
     d = tl.arange(0, BD)
     if head < H:
-        rotated = _normed_rotated(x + head * D, q_norm, eps, angle, D, HALF, BD)
+        rotated = _normed_rotated(x + head * D, q_norm, eps, angle, D, HALF, BD, HAS_NORM)
         store(q + (token * H + head) * D + d, rotated, d < D)
         return
     slot = tl.load(write_slots + token).to(tl.int64)
     if slot == 0:
         return
-    rotated = _normed_rotated(x + head * D, k_norm, eps, angle, D, HALF, BD)
+    rotated = _normed_rotated(x + head * D, k_norm, eps, angle, D, HALF, BD, HAS_NORM)
     place = (head - H) * D + d
     store(k_pool + slot * k_stride + place, rotated, d < D)
     v = load32(x + (HKV + head) * D + d, d < D)
@@ -80,13 +82,18 @@ def _write_kernel(
 
 
 @triton.jit
-def _normed_rotated(x, norm, eps, angle, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """rms_norm, then pairs (i, i + HALF) turned; dimensions from 2 HALF on are only normed."""
+def _normed_rotated(
+    x, norm, eps, angle, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """rms_norm (or the weight alone), then pairs (i, i + HALF) turned, those from 2 HALF on not."""
     d = tl.arange(0, BLOCK)
     in_head, is_turned = d < D, d < 2 * HALF
     partner = tl.where(d < HALF, d + HALF, d - HALF)
     value = load32(x + d, in_head)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
+    scale = 1.0
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
     own = value * scale * load32(norm + d, in_head)
     other = load32(x + partner, is_turned) * scale * load32(norm + partner, is_turned)
     i = tl.where(d < HALF, d, d - HALF)

@@ -83,7 +83,7 @@ def _chunk(
     total = g.T.double().cumsum(1)  # differences of large sums: float32 would lose digits
     beta = beta.T.unsqueeze(-1)
     size = total.shape[1]
-    above = torch.ones(size, size, dtype=torch.bool).triu(1)
+    above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     ratio = (
         (total.unsqueeze(2) - total.unsqueeze(1))
         .masked_fill(above, float("-inf"))

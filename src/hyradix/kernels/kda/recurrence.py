@@ -87,7 +87,7 @@ def _chunk(
     total = g.transpose(0, 1).double().cumsum(1)  # float32 sums would lose digits in differences
     beta = beta.T.unsqueeze(-1)
     size = total.shape[1]
-    above = torch.ones(size, size, dtype=torch.bool).triu(1).unsqueeze(-1)
+    above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
     difference = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(above, float("-inf"))
     decayed_keys = k.unsqueeze(1) * difference.to(q.dtype).exp()  # [H, c, c, K]
     grown = total.exp().to(q.dtype)

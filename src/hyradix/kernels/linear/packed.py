@@ -33,6 +33,8 @@ class PackedLinear:
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
     """oneDNN's copy of the weight, or None where this torch cannot make one."""
+    if weight.device.type != "cpu":
+        return None
     try:
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT)
         _multiply(weight.new_zeros(1, weight.shape[1]), packed)

@@ -68,7 +68,7 @@ def _chunk(
     q, k = (spread_heads(x, heads, dim=1).transpose(0, 1) for x in (q, inputs.k))  # [Hv, n, K]
     u = (inputs.beta.unsqueeze(2) * inputs.v).transpose(0, 1)  # [Hv, n, V]
     sums = inputs.g.squeeze(2).double().cumsum(0).T  # [Hv, n]
-    is_later = torch.ones(size, size, dtype=torch.bool).triu_(1)
+    is_later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
     ratios = (sums.unsqueeze(2) - sums.unsqueeze(1)).masked_fill_(is_later, -torch.inf)
     ratios = ratios.exp().to(q.dtype)  # [Hv, n, n]
     from_start = sums.exp().to(q.dtype).unsqueeze(2)  # [Hv, n, 1]

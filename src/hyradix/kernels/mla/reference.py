@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hyradix.kernels.attention.queries import Int32Array, RaggedQueries
-from hyradix.kernels.attention.reference import gather
+from hyradix.kernels.attention.reference import gather, written_slots
 from hyradix.kernels.rms_norm.reference import rms_norm
 
 MAX_SCORES = 1 << 22
@@ -74,8 +73,7 @@ def latent_attention(
     rows = pool.squeeze(1)
     q = projected[:, : weights.num_heads * weights.query_dim].unflatten(1, (weights.num_heads, -1))
     c, r = projected[:, -rows.shape[1] :].split([weights.rank, weights.num_shared], dim=1)
-    written = torch.from_numpy(np.flatnonzero(batch.write_slots))
-    slots = torch.from_numpy(batch.write_slots).long()[written]
+    written, slots = written_slots(batch, q.device)
     fresh = torch.cat([rms_norm(c, weights.norm, weights.eps), r], dim=1)
     rows.index_copy_(0, slots, fresh[written].to(rows.dtype))
     out = q.new_empty(q.shape[0], weights.num_heads, weights.values.shape[1])
@@ -161,5 +159,5 @@ def _blocks(num_queries: int, scores_each: int) -> Iterator[tuple[int, int]]:
 def _hide_later(scores: torch.Tensor, start: int) -> None:
     """Mask ``[.., n, start + n]`` in place: query i sees keys up to start + i."""
     size = scores.shape[-2]
-    hidden = torch.ones(size, size, dtype=torch.bool).triu_(1)
+    hidden = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu_(1)
     scores[..., start:].masked_fill_(hidden, -torch.inf)

@@ -77,7 +77,7 @@ def route(logits: torch.Tensor, routing: Routing) -> Routes:
     if routing.top_groups < routing.num_groups:
         grouped = choice.unflatten(1, (routing.num_groups, -1))
         best = grouped.topk(2, dim=2).values.sum(2).topk(routing.top_groups, dim=1).indices
-        is_out = torch.ones(best.shape[0], routing.num_groups, dtype=torch.bool)
+        is_out = best.new_ones(best.shape[0], routing.num_groups, dtype=torch.bool)
         is_out.scatter_(1, best, False)
         choice = grouped.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)
     ids = choice.topk(routing.top_k, dim=1).indices

@@ -67,14 +67,14 @@ class Moves:
 
 def copy_nodes(arrays: StateArrays, moves: Moves) -> None:
     """The state of node ``counts[j]``, whole, to the target."""
-    for source, target, row, node, taps in _each(moves):
+    for source, target, row, node, taps in _each(moves, arrays):
         arrays.recurrent[:, target] = arrays.states[:, row, node]
         _move_window(arrays, source, target, row, taps)
 
 
 def replay(rule: Rule, arrays: StateArrays, moves: Moves) -> None:
     """The source's state, then ``counts[j]`` held inputs one after the other, to the target."""
-    for source, target, row, count, taps in _each(moves):
+    for source, target, row, count, taps in _each(moves, arrays):
         for layer, pool in enumerate(arrays.recurrent):
             state = pool[source]
             held = (arrays.k, arrays.v, arrays.g, arrays.beta)
@@ -88,11 +88,12 @@ def replay(rule: Rule, arrays: StateArrays, moves: Moves) -> None:
 def fold(rule: Rule, arrays: StateArrays, moves: Moves) -> None:
     """The closed formula over the first ``counts[j]`` log rows on the source's state."""
     del rule  # the rows say it all: one number per head or one per channel
-    for source, target, row, count, taps in _each(moves):
+    for source, target, row, count, taps in _each(moves, arrays):
         for layer, pool in enumerate(arrays.recurrent):
             logged = (arrays.k, arrays.u, arrays.g)
             log = Rows(*(x[layer, row : row + 1, :count] for x in logged))
-            pool[target] = folded(pool[source].unsqueeze(0), log, torch.tensor([count]))[0]
+            counts = torch.tensor([count], device=pool.device)
+            pool[target] = folded(pool[source].unsqueeze(0), log, counts)[0]
         _move_window(arrays, source, target, row, taps)
 
 
@@ -107,9 +108,9 @@ def move_rows(
         array[:, row, target] = array[:, row, source]
 
 
-def _each(moves: Moves) -> Any:
+def _each(moves: Moves, arrays: StateArrays) -> Any:
     numbers = (moves.sources, moves.targets, moves.rows, moves.counts)
-    taps = torch.from_numpy(moves.taps).long()
+    taps = torch.from_numpy(moves.taps).to(arrays.windows.device, torch.long)
     return zip(*(x.tolist() for x in numbers), taps, strict=True)
 
 

@@ -40,7 +40,8 @@ def node_windows(
         row[: spec.num_base_columns] = base[base.shape[0] - spec.num_base_columns :]
     row[spec.first_node : spec.first_node + raw.shape[0]] = raw
     nodes, _ = nodes_of(trees, tree)
-    return columns_at(base, row, torch.from_numpy(trees.taps[nodes, :-1]).long())
+    taps = torch.from_numpy(trees.taps[nodes, :-1]).to(raw.device, torch.long)
+    return columns_at(base, row, taps)
 
 
 def columns_at(base: torch.Tensor, row: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
@@ -100,10 +101,10 @@ def _verify_by_log(
         rule,
         base.unsqueeze(0),
         log,
-        torch.tensor([num_rows]),
+        torch.tensor([num_rows], device=q.device),
         q.unsqueeze(0),
         Inputs(*(x.unsqueeze(0) for x in (inputs.k, inputs.v, inputs.g, inputs.beta))),
-        describe(torch.tensor([parents])),
+        describe(torch.tensor([parents], device=q.device)),
     )
     own = slice(spec.num_log_rows, spec.num_log_rows + len(parents))
     for target, source in ((spec.k, rows.k), (spec.u, rows.u), (spec.g, rows.g)):

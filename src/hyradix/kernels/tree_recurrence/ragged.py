@@ -39,9 +39,18 @@ class FlatTrees:
         """M."""
         return len(self.cu_nodes) - 1
 
+    @property
+    def are_roots(self) -> bool:
+        """Whether no tree has another node."""
+        return len(self.parents) == self.num_trees
+
     @classmethod
     def of(cls, cu_nodes: Int32Array, parents: Int32Array) -> FlatTrees:
         """Describe trees. Cost: once a step; proportional to the lengths of all paths."""
+        count = len(parents)
+        if count == len(cu_nodes) - 1 and (parents == -1).all():  # roots alone: plain decode
+            zeros = np.zeros(count, np.int32)
+            return cls(cu_nodes, parents, zeros, np.arange(count + 1, dtype=np.int32), zeros)
         bases = np.repeat(cu_nodes[:-1], np.diff(cu_nodes)).tolist()
         paths: list[list[int]] = []
         for i, (parent, base) in enumerate(zip(parents.tolist(), bases, strict=True)):

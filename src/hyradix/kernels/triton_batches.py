@@ -1,0 +1,274 @@
+"""A step's rows as the host describes them, made into the forms that kernels on a device take.
+
+Owns: which rows run token by token and which by chunks, the compact copy of the KV table, the
+choice of attention's configuration. Does not know: layers, weights.
+
+Invariants:
+- A form is made once a step: the last of each kind is remembered by the identity of its source.
+- Tables are copied: the host may change its own while the device works.
+Read next: ``device_forms.py``, ``triton_ops.py`` (the caller).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hyradix.kernels.attention.queries import SHORT, RaggedQueries
+from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
+from hyradix.kernels.device_forms import DeviceRoots, DeviceRows, DeviceStates, DeviceTokens
+from hyradix.kernels.gated_delta_net.reference import RaggedStates
+from hyradix.kernels.memory import upload
+from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
+from hyradix.kernels.tree_recurrence.triton_verify import DeviceTrees
+from hyradix.kernels.triton_table import AttendConfig, attend_config
+
+Tokens = slice | torch.Tensor
+"""Tokens of the step: a run of them, or ``int64`` numbers on the device."""
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRows:
+    """Rows by the kernel that runs them; either part may be missing.
+
+    singles: ``int32[N]`` slots of the rows of one token. saves: ``int64`` slots that are copied,
+    once those have run, and where to. host: what the references take.
+    """
+
+    prefill: DeviceStates | None
+    prefill_tokens: Tokens
+    singles: torch.Tensor | None
+    single_tokens: Tokens
+    saves: tuple[torch.Tensor, torch.Tensor] | None = None
+    host: RaggedStates | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTokens:
+    """Draft trees, their tokens counted from ``first``."""
+
+    first: int
+    trees: DeviceTrees
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens that attend in one launch."""
+
+    tokens: slice
+    queries: DeviceQueries
+    config: AttendConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TokenForms:
+    """All tokens of a step, as attention takes them."""
+
+    positions: torch.Tensor
+    write_slots: torch.Tensor
+    parts: tuple[Part, ...]
+
+
+class Batches:
+    """Conversions to ``device``, each remembered until another step's comes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: dict[Any, tuple[Any, Any]] = {}
+
+    def _once(self, kind: Any, source: Any, make: Callable[[], Any]) -> Any:
+        known = self._last.get(kind)
+        if known is None or known[0] is not source:
+            known = self._last[kind] = (source, make())
+        return known[1]
+
+    def rows(self, batch: RaggedStates | DeviceRows) -> PlainRows:
+        """What changes working states."""
+        if isinstance(batch, DeviceRows):
+            return _device_rows(batch)
+        rows: PlainRows = self._once("rows", batch, lambda: _host_rows(batch, self._device))
+        return rows
+
+    def trees(self, trees: RaggedTrees | DeviceRoots | DeviceTrees) -> DeviceRoots | TreeTokens:
+        """Trees of mode ``log``: as roots where no tree has another node."""
+        if isinstance(trees, DeviceRoots):
+            return trees
+        if isinstance(trees, DeviceTrees):
+            return TreeTokens(0, trees)
+        found: DeviceRoots | TreeTokens = self._once(
+            "trees", trees, lambda: _host_trees(trees, self._device)
+        )
+        return found
+
+    def tokens(
+        self, batch: RaggedQueries | DeviceTokens, heads: int, kv_heads: int, dim: int
+    ) -> TokenForms:
+        """What the tokens see, for layers of such a shape."""
+        if isinstance(batch, DeviceTokens):
+            part = Part(slice(0, len(batch.positions)), batch.queries, batch.config)
+            return TokenForms(batch.positions, batch.write_slots, (part,))
+        forms: TokenForms = self._once(
+            (heads, kv_heads, dim),
+            batch,
+            lambda: _host_tokens(batch, heads // kv_heads, kv_heads, dim, self._device),
+        )
+        return forms
+
+
+def _device_rows(batch: DeviceRows) -> PlainRows:
+    prefill, singles = batch.prefill, batch.singles
+    num_prefill = 0 if prefill is None else prefill.sequences.shape[0]
+    if singles is None:
+        return PlainRows(prefill, slice(0, num_prefill), None, slice(0, 0))
+    first = singles.first_token
+    there = slice(first, first + singles.slots.shape[0])
+    return PlainRows(prefill, slice(0, num_prefill), singles.slots, there)
+
+
+def _host_rows(batch: RaggedStates, device: torch.device) -> PlainRows:
+    counts = np.diff(batch.cu_seqlens)
+    is_long, is_single = counts > 1, counts == 1
+    prefill, singles, saves = None, None, None
+    if is_long.any():
+        prefill = DeviceStates.of(_subset(batch, counts, is_long), device)
+    if is_single.any():
+        singles = upload(batch.slots[is_single], device)
+        mine = _subset(batch, counts, is_single)
+        if len(mine.save_slots):
+            sources = np.repeat(mine.slots, np.diff(mine.save_offsets)).astype(np.int64)
+            saves = upload(sources, device), upload(mine.save_slots.astype(np.int64), device)
+    token_rows = np.repeat(np.arange(len(counts)), counts)
+    return PlainRows(
+        prefill,
+        _tokens(np.flatnonzero(is_long[token_rows]), device),
+        singles,
+        _tokens(np.flatnonzero(is_single[token_rows]), device),
+        saves,
+        batch,
+    )
+
+
+def _subset(batch: RaggedStates, counts: Int32Array, chosen: npt.NDArray[np.bool_]) -> RaggedStates:
+    """The chosen rows with their saves, as if there were no others."""
+    num_saves = np.diff(batch.save_offsets)
+    mine = np.repeat(chosen, num_saves)
+    return RaggedStates(
+        _offsets(counts[chosen]),
+        batch.slots[chosen],
+        _offsets(num_saves[chosen]),
+        batch.save_at[mine],
+        batch.save_slots[mine],
+    )
+
+
+def _offsets(counts: npt.NDArray[Any]) -> Int32Array:
+    offsets = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _tokens(numbers: npt.NDArray[np.int64], device: torch.device) -> Tokens:
+    """A run where the ascending numbers are one."""
+    count = len(numbers)
+    if count == 0:
+        return slice(0, 0)
+    if numbers[-1] - numbers[0] == count - 1:
+        return slice(int(numbers[0]), int(numbers[0]) + count)
+    return upload(numbers, device)
+
+
+def _host_trees(trees: RaggedTrees, device: torch.device) -> DeviceRoots | TreeTokens:
+    first, sizes = int(trees.first_token[0]), np.diff(trees.trees.cu_nodes)
+    largest = int(sizes.max())
+    if largest == 1:
+        assert np.array_equal(trees.first_token - first, np.arange(len(sizes)))
+        numbers = (trees.slots, trees.rows, trees.num_log_rows)
+        return DeviceRoots(first, *(upload(x, device) for x in numbers))
+    relative = RaggedTrees(
+        trees.trees, trees.first_token - np.int32(first), trees.slots, trees.rows,
+        trees.num_log_rows, trees.taps,
+    )  # fmt: skip
+    padded = 1 << (largest - 1).bit_length()  # few sizes: each is compiled
+    return TreeTokens(first, DeviceTrees.of(relative, padded, device))
+
+
+def _host_tokens(
+    batch: RaggedQueries, group: int, kv_heads: int, dim: int, device: torch.device
+) -> TokenForms:
+    counts, starts, table = np.diff(batch.cu_seqlens), batch.starts, _compact_table(batch)
+    num_rows, num_trees = len(batch.rows), batch.num_trees
+    num_plain = num_rows - num_trees
+    if num_trees and int(counts[num_plain:].max()) == 1:
+        starts, table = _unroll_tails(batch, starts, table)
+        num_plain, num_trees = num_rows, 0
+    on_device = upload(table, device)
+    parts = []
+    for first, last in ((0, num_plain), (num_plain, num_rows)):
+        if first == last:
+            continue
+        begin, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
+        mine, longest = counts[first:last], int(counts[first:last].max())
+        is_tree = first >= num_plain
+        config = attend_config(
+            device, rows=longest * group, programs=(last - first) * kv_heads, dim=dim,
+            can_split=longest <= SHORT or is_tree,
+        )  # fmt: skip
+        offsets = batch.cu_seqlens[first : last + 1] - np.int32(begin)
+        queries = DeviceQueries(
+            cu_seqlens=upload(offsets, device),
+            rows=upload(np.arange(first, last, dtype=np.int32), device),
+            starts=upload(starts[first:last], device),
+            blocks=upload(query_blocks(offsets, tokens_per_block(config, group)), device),
+            kv_table=on_device,
+            ancestors=upload(_ancestors(batch, mine), device) if is_tree else None,
+            first=batch.first,
+        )
+        parts.append(Part(slice(begin, end), queries, config))
+    return TokenForms(
+        upload(batch.positions, device), upload(batch.write_slots, device), tuple(parts)
+    )
+
+
+def _compact_table(batch: RaggedQueries) -> Int32Array:
+    """The batch's rows of the table, as wide as the longest of them needs."""
+    width = int((batch.starts + np.diff(batch.cu_seqlens)).max(initial=1))
+    table: Int32Array = batch.kv_table[batch.rows, :width]
+    return table
+
+
+def _unroll_tails(
+    batch: RaggedQueries, starts: Int32Array, table: Int32Array
+) -> tuple[Int32Array, Int32Array]:
+    """Trees of one node each, whose earlier nodes have KV already: the columns of a node's path
+    come behind its prefix. Returns first positions and the table, as if they were rows."""
+    tails = np.diff(batch.tail_offsets)[-batch.num_trees :]
+    if (tails == 1).all():
+        return starts, table
+    starts, first = starts.copy(), len(starts) - batch.num_trees
+    missing = max(int((starts[first:] + tails).max()) - table.shape[1], 0)
+    table = np.pad(table, ((0, 0), (0, missing)))
+    for i, token in zip(range(first, len(starts)), batch.tree_tokens, strict=True):
+        seen = batch.slots_seen(token)
+        length = int(batch.short_lengths[token]) + int(tails[i - first])
+        table[i, batch.first : length] = seen
+        starts[i] = length - 1
+    return starts, table
+
+
+def _ancestors(batch: RaggedQueries, counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """``DeviceQueries.ancestors`` of the nodes."""
+    nodes = batch.tree_tokens
+    offsets = batch.tail_offsets[nodes.start : nodes.stop + 1]
+    starts = np.repeat(batch.starts[-batch.num_trees :], counts)
+    lengths = np.diff(offsets)
+    own = batch.tail_columns[offsets[0] : offsets[-1]] - np.repeat(starts, lengths)
+    bits = np.zeros(len(nodes), np.uint64)
+    owners = np.repeat(np.arange(len(nodes)), lengths)
+    np.bitwise_or.at(bits, owners, np.uint64(1) << own.astype(np.uint64))
+    return bits.view(np.int64)

@@ -1,0 +1,122 @@
+"""Products, norms and activations of the Triton backend: all that looks at one token at a time.
+
+Owns: which products are fused kernels (few rows) and which torch's own. Does not know: batches.
+
+Invariants:
+- Weights are on the device, bfloat16 or float32; what a product returns has the weight's type.
+- bfloat16 products sum in float32. float32 products are torch's, never in tf32.
+- The residual stream is one piece of memory that ``linear_add`` adds to.
+Read next: ``linear/triton.py``, ``triton_ops.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from hyradix.kernels.activation.reference import Activation
+from hyradix.kernels.activation.triton import swiglu
+from hyradix.kernels.embedding.triton import embed
+from hyradix.kernels.linear.triton import MAX_ROWS, few_rows_linear
+from hyradix.kernels.memory import upload
+from hyradix.kernels.rms_norm.triton import add_rms_norm
+
+Norm = tuple[torch.Tensor, float]
+
+
+class DenseOps:
+    """See ``ops.Ops``."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False
+
+    def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.device)
+
+    def embed(
+        self, weight: torch.Tensor, token_ids: npt.NDArray[np.int32] | torch.Tensor
+    ) -> torch.Tensor:
+        if not isinstance(token_ids, torch.Tensor):
+            token_ids = upload(token_ids, self.device)
+        out = torch.empty(token_ids.shape[0], weight.shape[1], dtype=self.dtype, device=self.device)
+        return embed(weight, token_ids, out)
+
+    def select(self, x: torch.Tensor, index: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
+        if not isinstance(index, torch.Tensor):
+            index = upload(index, self.device)
+        return x.index_select(0, index)
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.device).contiguous()
+
+    def pack_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return weight.to(self.device, torch.float32).contiguous(), eps
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return _normed(x, norm, x.dtype)
+
+    def norm_linear(self, x: torch.Tensor, norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+        if _is_fused(x, weight):
+            weights, eps = norm
+            return few_rows_linear(x, weight, _rows(x, weight.shape[0]), norm=weights, eps=eps)
+        return F.linear(_normed(x, norm, weight.dtype), weight)
+
+    def norm_linear_activate(
+        self, x: torch.Tensor, norm: Norm, weight: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
+        if activation == "swiglu" and _is_fused(x, weight):
+            weights, eps = norm
+            out = _rows(x, weight.shape[0] // 2)
+            return few_rows_linear(x, weight, out, norm=weights, eps=eps, is_swiglu=True)
+        return self.activate(self.norm_linear(x, norm, weight), activation)
+
+    def logits(self, x: torch.Tensor, norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+        if _is_fused(x, weight):
+            weights, eps = norm
+            out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+            return few_rows_linear(x, weight, out, norm=weights, eps=eps)
+        normed = _normed(x, norm, weight.dtype)
+        if weight.dtype != torch.float32 and x.is_cuda:
+            wide: torch.Tensor = torch.mm(normed, weight.t(), out_dtype=torch.float32)
+            return wide
+        return F.linear(normed, weight).float()
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if _is_fused(x, weight):
+            return few_rows_linear(x, weight, _rows(x, weight.shape[0]))
+        return F.linear(x.to(weight.dtype), weight)
+
+    def linear_add(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        if _is_fused(x, weight):
+            return few_rows_linear(x, weight, residual, residual=residual)
+        return residual.addmm_(x.to(weight.dtype), weight.t())
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if activation == "relu2":
+            return F.relu(x).square_()
+        return swiglu(x, _rows(x, x.shape[1] // 2))
+
+
+def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype == torch.bfloat16
+
+
+def _rows(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], size)
+
+
+def _normed(x: torch.Tensor, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
+    weights, eps = norm
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    result: Any = add_rms_norm(x, None, weights, eps, x, out)
+    normed: torch.Tensor = result
+    return normed
