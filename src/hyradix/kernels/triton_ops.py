@@ -65,6 +65,7 @@ class TritonOps(DenseOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
+        self.takes_device_forms = True  # until something without a kernel is packed
         self._scratch = Scratch(device)
         self._batches = Batches(device)
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -93,7 +94,12 @@ class TritonOps(DenseOps):
     # ---- recurrent layers -----------------------------------------------------------------------
 
     def pack_mixer(self, weights: MixerWeights | Mamba2Weights) -> DeviceMixer:
-        return device_mixer(weights, self.device, self._scratch)
+        return self._device_mixer(weights)
+
+    def _device_mixer(self, weights: MixerWeights | Mamba2Weights | KdaWeights) -> DeviceMixer:
+        mixer = device_mixer(weights, self.device, self._scratch)
+        self.takes_device_forms &= mixer.family.prefill is not None
+        return mixer
 
     def mix(
         self,
@@ -118,7 +124,7 @@ class TritonOps(DenseOps):
         self._mix_trees((projected,), weights, trees, conv_state, state, spec, out)
 
     def pack_kda(self, weights: KdaWeights) -> DeviceMixer:
-        return device_mixer(weights, self.device, self._scratch)
+        return self._device_mixer(weights)
 
     def mix_kda(
         self,
@@ -284,6 +290,7 @@ class TritonOps(DenseOps):
         return out
 
     def pack_latent_attention(self, weights: LatentWeights) -> LatentWeights:
+        self.takes_device_forms = False
         return moved(weights, self.device)
 
     def latent_attention(
@@ -301,6 +308,7 @@ class TritonOps(DenseOps):
         return moe_reference.route(logits, routing)
 
     def pack_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        self.takes_device_forms = False
         return moved(weights, self.device)
 
     def experts(

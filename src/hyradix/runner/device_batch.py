@@ -111,9 +111,7 @@ class Planner:
         samples = batch.samples[order]
         sampling = np.flatnonzero(samples)
         ends = batch.starts[order].astype(np.int64) + counts
-        plan = StepPlan(
-            batch, order, cu_tokens, num_prefill, sampling, ends[sampling], arrays
-        )
+        plan = StepPlan(batch, order, cu_tokens, num_prefill, sampling, ends[sampling], arrays)
         self._decodes(plan, order[num_prefill:], samples[num_prefill:])
         if batch.folds:
             assert self._log is not None, "nothing is deferred, so nothing is folded"

@@ -124,9 +124,7 @@ class DeviceForward:
         token_ids = self._tables.tokens.index_select(0, sent["token_at"])
         states = _states(sent) if plan.num_prefill else None
         first = plan.num_prefill_tokens
-        return self._run(
-            token_ids, tokens, states, columns if plan.num_decodes else None, first
-        )
+        return self._run(token_ids, tokens, states, columns if plan.num_decodes else None, first)
 
     def _run(
         self,

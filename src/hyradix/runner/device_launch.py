@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.device_bytes import ladder
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, PromptLogprobs, TokenLogprobs
 from hyradix.runner.decode_form import DecodeForm
@@ -26,7 +27,7 @@ from hyradix.runner.device_batch import Planner, StepPlan
 from hyradix.runner.device_forward import DeviceForward
 from hyradix.runner.device_log import LAST, ROOM, SAVES, DeviceLog
 from hyradix.runner.device_tables import DeviceTables
-from hyradix.runner.graphs import Graphs, ladder
+from hyradix.runner.graphs import Graphs
 from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs
 from hyradix.runner.request_table import RequestTable

@@ -46,7 +46,7 @@ class DeviceTables:
         """Where the sink row of ``tokens`` begins."""
         return self.sink_row * self.width
 
-    def token_at(self, rows: Int32Array, positions: Int32Array) -> Int64Array:
+    def token_at(self, rows: Int32Array, positions: Int32Array | Int64Array) -> Int64Array:
         """Places in ``tokens``."""
         return rows.astype(np.int64) * self.width + positions
 

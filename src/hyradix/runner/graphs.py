@@ -1,6 +1,6 @@
 """Decode steps of padded sizes, replayed as CUDA graphs; on the CPU they are simply called.
 
-Owns: the ladder of sizes, capturing, which size serves how many rows.
+Owns: capturing, which size serves how many rows.
 Does not know: what a step computes: it is a function of a size over memory that stays in place.
 
 Invariants:
@@ -9,7 +9,7 @@ Invariants:
 - Graphs share one pool of memory, since no two run at once; the largest is captured first, so that
   the others fit into what it leaves.
 - Each size has run once before it is captured: its kernels are compiled by then.
-Read next: ``decode_form.py`` (the static memory), ``device_runner.py``.
+Read next: ``device_bytes.py`` (the ladder of sizes), ``decode_form.py`` (the static memory).
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ import torch
 
 Run = Callable[[int], None]
 OnProgress = Callable[[int, int], None]
-
-
-def ladder(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8 up to 64, then every 16; the last is ``max_rows`` itself."""
-    sizes = {1, 2, 4, 8, *range(8, 65, 8), *range(64, max_rows + 1, 16), max_rows}
-    return tuple(sorted(size for size in sizes if size <= max_rows))
 
 
 class Graphs:

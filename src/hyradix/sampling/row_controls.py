@@ -47,9 +47,7 @@ class RowControls:
         self._first_free = np.zeros(max_requests, np.int64)
         """The first position at which ``min_tokens`` are behind the row."""
 
-    def init_row(
-        self, row: int, params: SamplingParams, seed: int, num_prompt_tokens: int
-    ) -> None:
+    def init_row(self, row: int, params: SamplingParams, seed: int, num_prompt_tokens: int) -> None:
         """A request enters ``row``."""
         rules = RowRules.of(params, ())
         controls = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
@@ -75,8 +73,8 @@ class RowControls:
         _, top_k, top_p, _, _ = numbers
         is_narrow = (top_k > 0) & (top_k <= NARROW)
         is_open = (top_k == 0) & (top_p >= 1)
-        groups = ((is_narrow, True, False), (is_open, False, True))
-        groups += ((~is_narrow & ~is_open, False, False),)
+        is_wide = ~is_narrow & ~is_open
+        groups = ((is_narrow, True, False), (is_open, False, True), (is_wide, False, False))
         return [_group(index, numbers, *group) for group in groups if group[0].any()]
 
 

@@ -99,9 +99,7 @@ def arrival(
     **sampling: Any,
 ) -> Arrival:  # fmt: skip
     """Greedy and 9 tokens long unless told."""
-    params = SamplingParams(
-        **{"max_tokens": 9, "temperature": 0.0, "ignore_eos": True, **sampling}
-    )
+    params = SamplingParams(**{"max_tokens": 9, "temperature": 0.0, "ignore_eos": True, **sampling})
     request = Request(
         request_id=f"{at}-{len(prompt)}-{sum(prompt)}",
         prompt_token_ids=np.array(prompt, "<i4").tobytes(),
