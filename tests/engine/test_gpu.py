@@ -134,8 +134,8 @@ def test_too_little_memory_is_refused_with_numbers() -> None:
         resolve(Settings(), facts(), gpu(GIB // 2))
     with pytest.raises(ConfigError, match=r"do not fit into the 512 MiB .* of Fake 9000 \(143360"):
         resolve(Settings(), facts(), gpu(GIB // 2, peak=GIB))
-    with pytest.raises(ConfigError, match=r"do not hold 20000 working states of .* MiB of logs"):
-        resolve(Settings(max_requests=20_000, max_context=64), facts(), gpu(14 * GIB, peak=1))
+    with pytest.raises(ConfigError, match=r"1 MiB do not hold 256 working states .* MiB of logs"):
+        resolve(Settings(memory_bytes=1 << 20), facts(), gpu())
 
 
 def test_an_unlimited_prefill_is_refused_on_a_gpu() -> None:
