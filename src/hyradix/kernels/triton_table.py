@@ -117,6 +117,8 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
     ),
 }
 _CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
+_MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
+_KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
 _MULTIPROCESSORS: dict[str, int] = {"default": 132}
 
@@ -137,8 +139,18 @@ def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
 
 
 def chunk_config(device: torch.device) -> ChunkConfig:
-    """For a prefill of recurrent layers."""
+    """For a prefill of gated delta nets."""
     return _of(_CHUNK, device)
+
+
+def mamba2_chunk_config(device: torch.device) -> ChunkConfig:
+    """For a prefill of Mamba2 layers."""
+    return _of(_MAMBA2_CHUNK, device)
+
+
+def kda_chunk_config(device: torch.device) -> ChunkConfig:
+    """For a prefill of KDA layers."""
+    return _of(_KDA_CHUNK, device)
 
 
 def linear_config(device: torch.device, outputs: int) -> LinearConfig:
