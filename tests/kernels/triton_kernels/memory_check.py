@@ -142,9 +142,7 @@ def checked_memory(*, races: bool = False) -> Iterator[MemoryCheck]:
         return rmw(self, op, pointers, value, mask, *rest)
 
     def checked_cas(self: Any, pointers: Any, *rest: Any) -> Any:
-        every = interpreter.TensorHandle(
-            np.ones(pointers.data.shape, bool), interpreter.tl.int1
-        )
+        every = interpreter.TensorHandle(np.ones(pointers.data.shape, bool), interpreter.tl.int1)
         check.touch(pointers, every, is_store=False)
         return cas(self, pointers, *rest)
 
