@@ -1,13 +1,9 @@
 """Mode ``log``: accepted rows are appended to a log on the state and folded in when it is full.
 
-Owns: how many rows a request has logged and on which depth they stand; when they are folded.
-Does not know: the recurrence.
+Owns: performing folds, appends and drops on the draft buffers.
+Does not know: the recurrence, how far a fold may go (``log_counts.py``).
 
-Invariants:
-- A row's log continues its working state (the base), which stands at ``depth``: the request has
-  consumed depth + logged tokens.
-- A fold in ``begin`` goes no further than the committed depth.
-Source: DESIGN section 6.1. Read next: ``../kernels/tree_recurrence/keeping.py``.
+Source: DESIGN section 6.1. Read next: ``log_counts.py``, ``../kernels/tree_recurrence/keeping.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.request import Int32Array, StateFold, StateSave
 from hyradix.spec_decode.draft_buffers import DraftBuffers
 from hyradix.spec_decode.judged import reached, run_lengths
+from hyradix.spec_decode.log_counts import Folding, LogCounts
 from hyradix.state_bytes import SpecShape
 
 
@@ -42,32 +39,20 @@ class LogKeeper:
         self._ops = ops
         self._rule = rule
         self._buffers = buffers
-        self._max_accepted = spec.max_accepted
-        self._logged = np.zeros(spec.num_requests, np.int32)
-        self._depth = np.zeros(spec.num_requests, np.int32)
+        self._log = LogCounts(spec.num_requests, buffers.num_log_rows, spec.max_accepted)
 
     def enter(self, row: int) -> None:
         """The log is empty."""
-        self._logged[row] = 0
+        self._log.enter(row)
 
     def begin(
         self, rows: Int32Array, slots: Int32Array, starts: Int32Array, committed: Int32Array
     ) -> None:
         """Fold where another round might not fit."""
-        logged = self._logged[rows]
-        is_full = logged + self._max_accepted > self._buffers.num_log_rows
-        index = np.flatnonzero(is_full & (logged > 0))
-        if not len(index):
-            return
-        rows, slots, logged = rows[index], slots[index], logged[index]
-        assert np.array_equal(self._depth[rows] + logged, starts[index]), "a log of another depth"
-        counts = np.minimum(committed[index] - self._depth[rows], logged).astype(np.int32)
-        left = logged - counts
-        assert (left + self._max_accepted <= self._buffers.num_log_rows).all(), (
-            "the log is full of rows that are not committed"
-        )
-        self._fold(rows, slots, slots, counts)
-        self._drop(rows, counts, left)
+        due = self._log.make_room(rows, slots, starts, committed)
+        if due is not None:
+            self._fold(due.rows, due.slots, due.slots, due.counts)
+            self._drop(due)
 
     def arrange(
         self,
@@ -78,9 +63,7 @@ class LogKeeper:
         starts: Int32Array,
     ) -> RaggedTrees:
         """The log rows are ancestors of every node."""
-        logged = self._logged[rows]
-        self._depth[rows] = np.where(logged > 0, self._depth[rows], starts)
-        assert np.array_equal(self._depth[rows] + logged, starts), "a log of another depth"
+        logged = self._log.arrange(rows, starts)
         return self._buffers.arrange(trees, first_token, rows, slots, logged)
 
     def keep(
@@ -93,13 +76,13 @@ class LogKeeper:
     ) -> None:
         """Append the accepted rows; saves are folded into their slots."""
         counts, rows = run_lengths(paths), trees.rows - 1
-        logged = self._logged[rows] + counts
-        assert (logged <= self._buffers.num_log_rows).all(), "a log is too short for its round"
+        logged = self._log.logged(rows)
+        self._log.append(rows, counts)
         nodes = [path + first for path, first in zip(paths, trees.trees.cu_nodes, strict=False)]
         taken = np.concatenate([*nodes, np.zeros(0, np.int32)])
         if len(taken):
-            self._append(trees, counts, np.concatenate(paths).astype(np.int32), taken, hidden)
-        self._logged[rows] = logged
+            path = np.concatenate(paths).astype(np.int32)
+            self._append(trees, counts, logged, path, taken, hidden)
         due = reached(trees, starts, counts, saves)
         if len(due):
             total = trees.num_log_rows[due.trees] + due.counts
@@ -109,6 +92,7 @@ class LogKeeper:
         self,
         trees: RaggedTrees,
         counts: Int32Array,
+        logged: Int32Array,
         nodes: Int32Array,
         taken: Int32Array,
         hidden: Array | None,
@@ -117,7 +101,7 @@ class LogKeeper:
         buffers, rows = self._buffers, np.repeat(trees.rows, counts)
         ends = np.cumsum(counts, dtype=np.int32)
         order = np.arange(len(nodes), dtype=np.int32) - np.repeat(ends - counts, counts)
-        targets = np.repeat(self._logged[trees.rows - 1], counts) + order
+        targets = np.repeat(logged, counts) + order
         sources, column = nodes + np.int32(buffers.num_log_rows), np.int32(buffers.first_row)
         if not (self._ops.appends_roots and trees.trees.are_roots):
             for array in (buffers.arrays.k, buffers.arrays.u, buffers.arrays.g):
@@ -132,14 +116,9 @@ class LogKeeper:
 
     def fold(self, folds: Sequence[StateFold]) -> None:
         """Fold up to the depth; the rest is dropped."""
-        for fold in folds:
-            logged = int(self._logged[fold.row])
-            count = fold.depth - int(self._depth[fold.row]) if logged else 0
-            assert 0 <= count <= logged, "a fold outside of the log"
-            self._logged[fold.row] = 0
-            if count:
-                row, slot, counts = np.array([[fold.row], [fold.slot], [count]], np.int32)
-                self._fold(row, slot, slot, counts)
+        due = self._log.fold(folds)
+        if len(due):
+            self._fold(due.rows, due.slots, due.slots, due.counts)
 
     def _fold(
         self, rows: Int32Array, sources: Int32Array, targets: Int32Array, counts: Int32Array
@@ -151,10 +130,9 @@ class LogKeeper:
         self._ops.fold(self._rule, buffers.arrays, moves)
         buffers.hidden_to(moves)
 
-    def _drop(self, rows: Int32Array, counts: Int32Array, left: Int32Array) -> None:
+    def _drop(self, due: Folding) -> None:
         """The first ``counts`` rows are folded: what follows moves to the front."""
-        self._logged[rows] = left
-        self._depth[rows] += counts
+        rows, counts, left = due.rows, due.counts, due.left
         total = int(left.sum())
         if not total:
             return
