@@ -156,7 +156,7 @@ _CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
-_MULTIPROCESSORS: dict[str, int] = {"default": 132}
+_MULTIPROCESSORS: dict[str, int] = {"default": 132, "cpu": 1}  # cpu: the interpreter, one by one
 
 
 def step_config(device: torch.device, batch: int, *, is_log: bool) -> StepConfig:

@@ -120,9 +120,7 @@ def mamba2_family(
 
     def mix_trees(given, trees, pools, spec, out):
         scratch = mamba2_tree.Mamba2TreeScratch(given[0].shape[0], hk, hv, dk, dv, device)
-        return mamba2_tree.mix_trees_(
-            *given, weights, trees, *pools, spec, poisoned(scratch), out
-        )
+        return mamba2_tree.mix_trees_(*given, weights, trees, *pools, spec, poisoned(scratch), out)
 
     return Family(
         MAMBA2, shape, (shape.channels + hv * dv + hv,), mix,

@@ -29,7 +29,10 @@ def run(family: Family, device: torch.device, dtype: torch.dtype) -> None:
     given = [torch.randn(total + 2, size).to(dtype) for size in family.sizes]
     conv = torch.full((11, s.width - 1, s.channels), NAN, dtype=dtype)
     state = torch.full((11, s.hv, s.dk, s.dv), NAN)
-    conv[SLOTS], state[SLOTS] = torch.randn(conv[SLOTS].shape).to(dtype), torch.randn(state[SLOTS].shape)
+    conv[SLOTS], state[SLOTS] = (
+        torch.randn(conv[SLOTS].shape).to(dtype),
+        torch.randn(state[SLOTS].shape),
+    )
     pools = [x.clone().to(device) for x in (conv, state)]
     out = torch.full((total + 2, s.hv * s.dv), NAN, dtype=dtype, device=device)
     family.mix([x.to(device) for x in given], batch, pools, out)
