@@ -29,7 +29,7 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
         configs += [ChunkConfig(v, s, p) for v in (16, 32) for s in (4, 8) for p in (4, 8)]
     for lengths in ([8_192], [512], [1_024] * 8, [16] * 64):
         for config in configs:
-            yield _bench(lengths, config, device)
+            yield bench(lengths, config, device)
 
 
 def _ragged(lengths: list[int], saves: list[tuple[int, int, int]]) -> RaggedStates:
@@ -65,7 +65,7 @@ def _check(shape: MixerShape, device: torch.device) -> Iterator[Check]:
     yield Check(f"{name}: windows", 0.0 if same else 1.0, 0.0)
 
 
-def _bench(lengths: list[int], config: ChunkConfig | None, device: torch.device) -> Bench:
+def bench(lengths: list[int], config: ChunkConfig | None, device: torch.device) -> Bench:
     total, count, s = sum(lengths), len(lengths), B4
 
     def build(sets: int) -> list[Call]:

@@ -61,7 +61,7 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
             if tune:
                 verify += [VerifyConfig(v, w, k) for v, w, k in ((32, 4, 16), (16, 2, 16))]
             for tree_config in verify:
-                yield _bench_trees(batch, nodes, tree_config, device)
+                yield bench_trees(batch, nodes, tree_config, device)
 
 
 def _check_step(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
@@ -232,9 +232,7 @@ def _bench_log(batch: int, config: StepConfig | None, device: torch.device) -> B
     return Bench(f"gdn step, log of {LOGGED}", batch, num_bytes, build, note=_label(config))
 
 
-def _bench_trees(
-    batch: int, nodes: int, config: VerifyConfig | None, device: torch.device
-) -> Bench:
+def bench_trees(batch: int, nodes: int, config: VerifyConfig | None, device: torch.device) -> Bench:
     def build(sets: int) -> list[Call]:
         x = _Layers(sets, batch, nodes, device)
         depth = nodes if nodes <= 4 else 8  # a chain, or a beam of eight levels

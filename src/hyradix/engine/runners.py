@@ -50,8 +50,7 @@ def start_runner(
 
 
 def is_asynchronous(model: Decoder, config: EngineConfig) -> bool:
-    """Whether steps are launched and waited for later: not with drafts, and not where a part of the
-    model has no kernel on the device yet."""
+    """Whether steps are launched, and waited for later: by kernels of a device, without drafts."""
     return model.ops.takes_device_forms and config.spec is None
 
 

@@ -1,6 +1,7 @@
-"""Products, norms and activations of the Triton backend: all that looks at one token at a time.
+"""Products, norms, experts of the Triton backend: all that looks at one token at a time.
 
-Owns: which products are fused kernels (few rows) and which torch's own. Does not know: batches.
+Owns: which products are fused kernels (few rows) and which torch's own, the scratch of a backend.
+Does not know: batches.
 
 Invariants:
 - Weights are on the device, bfloat16 or float32; what a product returns has the weight's type.
@@ -23,9 +24,15 @@ from hyradix.kernels.activation.triton import swiglu
 from hyradix.kernels.embedding.triton import embed
 from hyradix.kernels.linear.triton import MAX_ROWS, few_rows_linear
 from hyradix.kernels.memory import upload
+from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
+from hyradix.kernels.moe.triton import DeviceExperts, ExpertScratch, experts
+from hyradix.kernels.moe.triton_routing import DeviceRouting, route
 from hyradix.kernels.rms_norm.triton import add_rms_norm
+from hyradix.kernels.triton_scratch import Scratch
 
 Norm = tuple[torch.Tensor, float]
+MAX_EXPERT_TOKENS = 4096
+"""More tokens than these go through the experts in turns."""
 
 
 class DenseOps:
@@ -34,6 +41,8 @@ class DenseOps:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
+        self._scratch = Scratch(device)
+        self._top_k = 0  # of the routing that was packed last; its experts follow
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -104,6 +113,36 @@ class DenseOps:
         if activation == "relu2":
             return F.relu(x).square_()
         return swiglu(x, _rows(x, x.shape[1] // 2))
+
+    def pack_routing(self, routing: Routing) -> DeviceRouting:
+        self._top_k = routing.top_k
+        return DeviceRouting.of(routing, self.device)
+
+    def route(self, logits: torch.Tensor, routing: DeviceRouting) -> Routes:
+        return route(logits, routing)
+
+    def pack_experts(self, weights: ExpertWeights) -> DeviceExperts:
+        packed = DeviceExperts.of(weights, self.device, self.dtype)
+        sizes = (self._top_k, packed.num_experts, packed.hidden, packed.width)
+        self._scratch.declare(self._expert_scratch, *sizes, by_row=False)
+        return packed
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: DeviceExperts,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        sizes = (routes.ids.shape[1], weights.num_experts, weights.hidden, weights.width)
+        scratch = self._scratch.get(self._expert_scratch, x.shape[0], *sizes)
+        return experts(x, routes, weights, residual, scratch, out=residual)
+
+    def _expert_scratch(
+        self, capacity: int, top_k: int, count: int, hidden: int, width: int, device: torch.device
+    ) -> ExpertScratch:
+        capacity = min(capacity, MAX_EXPERT_TOKENS)
+        return ExpertScratch(capacity, top_k, count, hidden, width, device, self.dtype)
 
 
 def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:

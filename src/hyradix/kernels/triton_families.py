@@ -1,7 +1,7 @@
 """What each recurrent family has of Triton kernels, behind one set of arguments.
 
 Owns: ``DeviceMixer``: a layer's weights on the device, which kernel runs which rows, the references
-where a family or a mode has none. Does not know: projections, how rows came to the device.
+where a mode has none. Does not know: projections, how rows came to the device.
 
 Invariant: references take float32 activations and the host's forms; what they read and write of
 pools and draft buffers keeps its type.
@@ -16,25 +16,29 @@ from typing import Any
 
 import torch
 
-from hyradix.errors import ConfigError
 from hyradix.kernels.device_forms import DeviceRoots, DeviceStates
-from hyradix.kernels.gated_delta_net import reference as gdn_reference
 from hyradix.kernels.gated_delta_net import tree_reference as gdn_trees
 from hyradix.kernels.gated_delta_net import triton as gdn_step
 from hyradix.kernels.gated_delta_net import triton_log as gdn_log
 from hyradix.kernels.gated_delta_net import triton_prefill as gdn_prefill
 from hyradix.kernels.gated_delta_net import triton_tree as gdn_tree
-from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
+from hyradix.kernels.gated_delta_net.reference import MixerWeights
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, StepScratch
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch
-from hyradix.kernels.kda import reference as kda_reference
 from hyradix.kernels.kda import tree_reference as kda_trees
 from hyradix.kernels.kda import triton as kda_step
+from hyradix.kernels.kda import triton_prefill as kda_prefill
+from hyradix.kernels.kda import triton_tree as kda_tree
 from hyradix.kernels.kda.reference import KdaWeights
-from hyradix.kernels.mamba2 import reference as mamba2_reference
+from hyradix.kernels.kda.triton_chunks import KdaChunkScratch
+from hyradix.kernels.kda.triton_tree import KdaTreeScratch
 from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
 from hyradix.kernels.mamba2 import triton as mamba2_step
+from hyradix.kernels.mamba2 import triton_prefill as mamba2_prefill
+from hyradix.kernels.mamba2 import triton_tree as mamba2_tree
 from hyradix.kernels.mamba2.reference import Mamba2Weights
+from hyradix.kernels.mamba2.triton_chunks import Mamba2ChunkScratch
+from hyradix.kernels.mamba2.triton_tree import Mamba2TreeScratch
 from hyradix.kernels.memory import moved
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
@@ -45,32 +49,29 @@ Inputs = tuple[torch.Tensor, ...]
 """``projected``, and for KDA ``forget`` and ``gate``; the tokens of one kernel."""
 Pools = tuple[torch.Tensor, torch.Tensor]
 """Windows and states of one layer."""
-Kernel = Callable[..., Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Kernels take the inputs, the weights, what the rows are, the pools, scratch, out.
 
-    log_step None: ``step`` does it, told by keywords. prefill, trees None: there is no kernel.
+    log_step None: ``step`` does it, told by keywords.
     """
 
-    mix: Callable[..., torch.Tensor]
-    mix_trees: Callable[..., None]
     step: Callable[..., Any]
-    log_step: Kernel
-    prefill: Kernel
-    trees: Kernel
+    log_step: Callable[..., Any] | None
+    prefill: Callable[..., Any]
+    trees: Callable[..., Any]
+    trees_reference: Callable[..., None]
 
 
 GDN = Family(
-    gdn_reference.mix, gdn_trees.mix_trees, gdn_step.step_, gdn_log.log_step_, gdn_prefill.mix_,
-    gdn_tree.mix_trees_,
-)  # fmt: skip
-KDA = Family(kda_reference.mix, kda_trees.mix_trees, kda_step.step_, None, None, None)
+    gdn_step.step_, gdn_log.log_step_, gdn_prefill.mix_, gdn_tree.mix_trees_, gdn_trees.mix_trees
+)
+KDA = Family(kda_step.step_, None, kda_prefill.mix_, kda_tree.mix_trees_, kda_trees.mix_trees)
 MAMBA2 = Family(
-    mamba2_reference.mix, mamba2_trees.mix_trees, mamba2_step.step_, None, None, None
-)  # fmt: skip
+    mamba2_step.step_, None, mamba2_prefill.mix_, mamba2_tree.mix_trees_, mamba2_trees.mix_trees
+)
 
 Sized = tuple[Maker, tuple[int, ...]]
 
@@ -110,8 +111,6 @@ class DeviceMixer:
 
     def prefill(self, inputs: Inputs, rows: DeviceStates, pools: Pools, out: torch.Tensor) -> None:
         """Rows of several tokens."""
-        if self.family.prefill is None:
-            raise ConfigError("this family has no prefill on the device: decode on the host's rows")
         scratch = self._get(self.chunk_scratch, out)
         self.family.prefill(*inputs, self.weights, rows, *pools, scratch, out)
 
@@ -119,56 +118,69 @@ class DeviceMixer:
         self, inputs: Inputs, trees: DeviceTrees, pools: Pools, spec: SpecLayer, out: torch.Tensor
     ) -> None:
         """All tokens are nodes, in mode ``log``."""
-        assert self.family.trees is not None
-        scratch = self._get(self.tree_scratch, out)
+        maker, sizes = self.tree_scratch
+        if maker is KdaTreeScratch:
+            num_trees, num_nodes = trees.depths.shape
+            padded = 1 << (num_trees - 1).bit_length()
+            sizes = (padded, num_nodes, spec.num_log_rows, *sizes)
+        scratch = self._get((maker, sizes), out)
         self.family.trees(*inputs, self.weights, trees, *pools, spec, scratch, out)
-
-    def mix_by_reference(self, inputs: Inputs, rows: RaggedStates, pools: Pools) -> torch.Tensor:
-        """All plain rows of a step."""
-        return self.family.mix(*_wide(inputs), self.reference, rows, *pools)
 
     def trees_by_reference(
         self, inputs: Inputs, trees: RaggedTrees, pools: Pools, spec: SpecLayer, out: torch.Tensor
     ) -> None:
         """Trees in any mode."""
-        self.family.mix_trees(*_wide(inputs), self.reference, trees, *pools, spec, out)
+        wide = (x.float() for x in inputs)
+        self.family.trees_reference(*wide, self.reference, trees, *pools, spec, out)
 
     def _get(self, sized: Sized, out: torch.Tensor) -> Any:
         maker, sizes = sized
         return self.scratch.get(maker, out.shape[0], *sizes)
 
 
-def _wide(inputs: Inputs) -> Inputs:
-    return tuple(x.float() for x in inputs)
-
-
 def device_mixer(
     weights: MixerWeights | Mamba2Weights | KdaWeights, device: torch.device, scratch: Scratch
 ) -> DeviceMixer:
     """A layer's mixer on a device, its scratch declared."""
-    reference = moved(weights, device)
-    channels = weights.conv.shape[0]
-    packed: Any
-    step: Sized
     if isinstance(weights, MixerWeights):
-        num_v_heads, v_dim = weights.dt_bias.numel(), weights.norm.numel()
-        k_heads = weights.num_k_heads
-        family, packed = GDN, PackedMixer.of(weights, device)
-        step = StepScratch, (k_heads, num_v_heads, v_dim)
+        made = _gated_delta_net(weights, device)
     elif isinstance(weights, Mamba2Weights):
-        family, packed = MAMBA2, mamba2_step.DeviceMamba2.of(weights, device)
-        num_v_heads, k_heads = weights.dt_bias.numel(), weights.num_k_heads
-        v_dim = weights.norm.numel() // num_v_heads
-        step = mamba2_step.Mamba2Scratch, (channels, num_v_heads, v_dim)
+        made = _mamba2(weights, device)
     else:
-        family, packed = KDA, kda_step.DeviceKda.of(weights, device)
-        num_v_heads = k_heads = weights.num_heads
-        v_dim = weights.norm.numel()
-        step = kda_step.KdaScratch, (num_v_heads, weights.dt_bias.numel() // num_v_heads, v_dim)
-    k_dim = (channels - num_v_heads * v_dim) // (2 * k_heads)
-    heads = (k_heads, num_v_heads, k_dim, v_dim)
-    chunk, tree = (ChunkScratch, heads), (TreeScratch, heads)
+        made = _kda(weights, device)
+    family, packed, step, chunk, tree = made
     scratch.declare(step[0], *step[1], by_row=True)
-    if family.prefill is not None:
-        scratch.declare(chunk[0], *chunk[1], by_row=False)
-    return DeviceMixer(family, packed, reference, step, chunk, tree, scratch)
+    scratch.declare(chunk[0], *chunk[1], by_row=False)
+    return DeviceMixer(family, packed, moved(weights, device), step, chunk, tree, scratch)
+
+
+Made = tuple[Family, Any, Sized, Sized, Sized]
+
+
+def _gated_delta_net(weights: MixerWeights, device: torch.device) -> Made:
+    k_heads, v_heads, v_dim = weights.num_k_heads, weights.dt_bias.numel(), weights.norm.numel()
+    heads = (k_heads, v_heads, _k_dim(weights.conv, k_heads, v_heads, v_dim), v_dim)
+    step = StepScratch, (k_heads, v_heads, v_dim)
+    packed = PackedMixer.of(weights, device)
+    return GDN, packed, step, (ChunkScratch, heads), (TreeScratch, heads)
+
+
+def _mamba2(weights: Mamba2Weights, device: torch.device) -> Made:
+    k_heads, v_heads = weights.num_k_heads, weights.dt_bias.numel()
+    v_dim = weights.norm.numel() // v_heads
+    heads = (k_heads, v_heads, _k_dim(weights.conv, k_heads, v_heads, v_dim), v_dim)
+    step = mamba2_step.Mamba2Scratch, (weights.conv.shape[0], v_heads, v_dim)
+    packed = mamba2_step.DeviceMamba2.of(weights, device)
+    return MAMBA2, packed, step, (Mamba2ChunkScratch, heads), (Mamba2TreeScratch, heads)
+
+
+def _kda(weights: KdaWeights, device: torch.device) -> Made:
+    heads, v_dim = weights.num_heads, weights.norm.numel()
+    sizes = (heads, weights.dt_bias.numel() // heads, v_dim)
+    packed = kda_step.DeviceKda.of(weights, device)
+    step = kda_step.KdaScratch, sizes
+    return KDA, packed, step, (KdaChunkScratch, sizes), (KdaTreeScratch, sizes)
+
+
+def _k_dim(conv: torch.Tensor, k_heads: int, v_heads: int, v_dim: int) -> int:
+    return (conv.shape[0] - v_heads * v_dim) // (2 * k_heads)

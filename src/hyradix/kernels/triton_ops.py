@@ -15,7 +15,6 @@ Read next: ``triton_dense.py``, ``triton_families.py``, ``triton_batches.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,20 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyradix.kernels.attention import triton as attention_kernels
-from hyradix.kernels.attention.queries import RaggedQueries
-from hyradix.kernels.attention.reference import AttentionWeights, check_short
-from hyradix.kernels.attention.triton import AttendScratch
-from hyradix.kernels.attention.triton_write import write_kv
-from hyradix.kernels.device_forms import DeviceRoots, DeviceRows, DeviceTokens
+from hyradix.kernels.device_forms import DeviceRoots, DeviceRows
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.mamba2.reference import Mamba2Weights
-from hyradix.kernels.memory import ReadOnly, moved, upload
-from hyradix.kernels.mla import reference as latent_reference
-from hyradix.kernels.mla.reference import LatentWeights
-from hyradix.kernels.moe import reference as moe_reference
-from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
+from hyradix.kernels.memory import ReadOnly, upload
 from hyradix.kernels.ops import SlotMover
 from hyradix.kernels.state_slots.triton import Registry, move_slots_
 from hyradix.kernels.tree_recurrence import keeping
@@ -46,29 +36,19 @@ from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_keeping import DeviceMoves, copy_nodes_, fold_
 from hyradix.kernels.tree_recurrence.triton_verify import DeviceTrees
-from hyradix.kernels.triton_batches import Batches, TokenForms, Tokens
-from hyradix.kernels.triton_dense import DenseOps
+from hyradix.kernels.triton_attention import AttentionOps
+from hyradix.kernels.triton_batches import Tokens
 from hyradix.kernels.triton_families import DeviceMixer, Inputs, device_mixer
-from hyradix.kernels.triton_scratch import Scratch
 
 Int32Array = npt.NDArray[np.int32]
-Queries = RaggedQueries | DeviceTokens
-LEAST_PARTS = 1024
-"""(token, split) pairs of attention that there is scratch for, at least."""
 
 
-class TritonOps(DenseOps):
+class TritonOps(AttentionOps):
     """See ``ops.Ops``."""
 
     name = "triton"
     appends_roots = True
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
-        self.takes_device_forms = True  # until something without a kernel is packed
-        self._scratch = Scratch(device)
-        self._batches = Batches(device)
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    takes_device_forms = True
 
     def set_num_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -91,15 +71,8 @@ class TritonOps(DenseOps):
     def read_only(self, array: torch.Tensor) -> ReadOnly:
         return ReadOnly(array)
 
-    # ---- recurrent layers -----------------------------------------------------------------------
-
     def pack_mixer(self, weights: MixerWeights | Mamba2Weights) -> DeviceMixer:
-        return self._device_mixer(weights)
-
-    def _device_mixer(self, weights: MixerWeights | Mamba2Weights | KdaWeights) -> DeviceMixer:
-        mixer = device_mixer(weights, self.device, self._scratch)
-        self.takes_device_forms &= mixer.family.prefill is not None
-        return mixer
+        return device_mixer(weights, self.device, self._scratch)
 
     def mix(
         self,
@@ -124,7 +97,7 @@ class TritonOps(DenseOps):
         self._mix_trees((projected,), weights, trees, conv_state, state, spec, out)
 
     def pack_kda(self, weights: KdaWeights) -> DeviceMixer:
-        return self._device_mixer(weights)
+        return device_mixer(weights, self.device, self._scratch)
 
     def mix_kda(
         self,
@@ -162,8 +135,6 @@ class TritonOps(DenseOps):
         state: torch.Tensor,
     ) -> torch.Tensor:
         rows, pools = self._batches.rows(batch), (conv_state, state)
-        if rows.prefill is not None and mixer.family.prefill is None and rows.host is not None:
-            return mixer.mix_by_reference(inputs, rows.host, pools).to(self.dtype)
         out = inputs[0].new_empty(inputs[0].shape[0], state.shape[1] * state.shape[3])
         if rows.prefill is not None:
             with _Taken(inputs, rows.prefill_tokens, out) as (taken, into):
@@ -188,11 +159,10 @@ class TritonOps(DenseOps):
         out: torch.Tensor,
     ) -> None:
         pools = (conv_state, state)
-        if isinstance(trees, RaggedTrees):
-            has_kernel = mixer.family.trees is not None or trees.trees.are_roots
-            if spec.mode != "log" or not has_kernel:
-                mixer.trees_by_reference(inputs, trees, pools, spec, out)
-                return
+        if spec.mode != "log":
+            assert isinstance(trees, RaggedTrees), f"mode {spec.mode} takes the host's trees"
+            mixer.trees_by_reference(inputs, trees, pools, spec, out)
+            return
         found = self._batches.trees(trees)
         if isinstance(found, DeviceRoots):
             there = slice(found.first_token, found.first_token + found.slots.shape[0])
@@ -223,102 +193,6 @@ class TritonOps(DenseOps):
             upload(x.astype(np.int64), self.device) for x in (rows, sources, targets)
         )
         array[:, row, target] = array[:, row, source]
-
-    # ---- attention ------------------------------------------------------------------------------
-
-    def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
-        sizes = (weights.num_heads, weights.head_dim)
-        self._scratch.declare(AttendScratch, *sizes, by_row=True, least=LEAST_PARTS)
-        if self._angles is None or self._angles[0] is not weights.angles:
-            self._angles = weights.angles, weights.angles.to(self.device)
-        return moved(replace(weights, angles=self._angles[1]), self.device)
-
-    def attention(
-        self,
-        projected: torch.Tensor,
-        weights: AttentionWeights,
-        batch: Queries,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-    ) -> torch.Tensor:
-        if isinstance(k_pool, ReadOnly) or isinstance(v_pool, ReadOnly):
-            raise ValueError("this memory is read-only: no K and V are written to it")
-        heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
-        forms = self._batches.tokens(batch, heads, kv_heads, dim)
-        q = projected.new_empty(projected.shape[0], heads, dim)
-        write_kv(projected, weights, forms.positions, forms.write_slots, q, k_pool, v_pool)
-        gate = projected[:, (heads + 2 * kv_heads) * dim :] if weights.has_gate else None
-        return self._attend(q, gate, forms, k_pool, v_pool)
-
-    def attend_frozen(
-        self,
-        projected: torch.Tensor,
-        weights: AttentionWeights,
-        batch: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
-        if isinstance(batch, RaggedQueries):
-            check_short(batch)
-        k, v = (x.elem if isinstance(x, ReadOnly) else x for x in (k, v))
-        heads, dim = weights.num_heads, weights.head_dim
-        forms = self._batches.tokens(batch, heads, weights.num_kv_heads, dim)
-        q = projected.new_empty(projected.shape[0], heads, dim)
-        write_kv(projected, weights, forms.positions, forms.write_slots, q, None, None)
-        return self._attend(q, projected[:, heads * dim :], forms, k, v)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        gate: torch.Tensor | None,
-        forms: TokenForms,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
-        heads, dim = q.shape[1], v.shape[2]
-        out = q.new_empty(q.shape[0], heads * dim)
-        for part in forms.parts:
-            there = part.tokens
-            num_parts = max((there.stop - there.start) * part.config.splits, LEAST_PARTS)
-            if part.config.splits == 1:
-                num_parts = 1
-            attention_kernels.attend(
-                q[there], part.queries, k, v, q.shape[2] ** -0.5, part.config,
-                self._scratch.get(AttendScratch, num_parts, heads, dim), out[there],
-                gate=None if gate is None else gate[there],
-            )  # fmt: skip
-        return out
-
-    def pack_latent_attention(self, weights: LatentWeights) -> LatentWeights:
-        self.takes_device_forms = False
-        return moved(weights, self.device)
-
-    def latent_attention(
-        self, projected: torch.Tensor, weights: LatentWeights, batch: Any, pool: torch.Tensor
-    ) -> torch.Tensor:
-        out = latent_reference.latent_attention(projected.float(), weights, batch, pool)
-        return out.to(self.dtype)
-
-    # ---- mixtures of experts --------------------------------------------------------------------
-
-    def pack_routing(self, routing: Routing) -> Routing:
-        return moved(routing, self.device)
-
-    def route(self, logits: torch.Tensor, routing: Routing) -> Routes:
-        return moe_reference.route(logits, routing)
-
-    def pack_experts(self, weights: ExpertWeights) -> ExpertWeights:
-        self.takes_device_forms = False
-        return moved(weights, self.device)
-
-    def experts(
-        self,
-        x: torch.Tensor,
-        routes: Routes,
-        weights: ExpertWeights,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return moe_reference.experts(x.float(), routes, weights, residual).to(self.dtype)
 
 
 class _Taken:

@@ -10,7 +10,7 @@ Read next: ``triton_ops.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ class Scratch:
     @property
     def num_bytes(self) -> int:
         """Bytes of all that is held."""
-        objects = [*self._outgrown, *(found for _, found in self._held.values())]
-        tensors = [x for held in objects for x in vars(held).values()]
-        return physical_bytes(*(x for x in tensors if isinstance(x, torch.Tensor)))
+        return physical_bytes(
+            *_tensors([*self._outgrown, *(found for _, found in self._held.values())])
+        )
+
+
+def _tensors(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """What the objects hold, and what the objects in them do."""
+    for found in objects:
+        if isinstance(found, torch.Tensor):
+            yield found
+        elif hasattr(found, "__dict__"):
+            yield from _tensors(vars(found).values())

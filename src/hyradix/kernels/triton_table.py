@@ -80,6 +80,25 @@ class LinearConfig:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProductConfig:
+    """One product of experts: outputs per program (of gates and of ups), inputs at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Both products of a mixture of experts: pairs (token, choice) of one expert at a time."""
+
+    block_m: int
+    up: ProductConfig
+    down: ProductConfig
+
+
 Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
@@ -102,11 +121,13 @@ _STEP_LOG: dict[str, Rows[StepConfig]] = {
     ),
 }
 _FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
-_VERIFY: dict[str, Rows[VerifyConfig]] = {  # by nodes
+# By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
+# group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
+_VERIFY: dict[str, Rows[VerifyConfig]] = {
     "default": (
         (1, VerifyConfig(16, 1, 16)),
         (17, VerifyConfig(32, 4, 16)),
-        (33, VerifyConfig(32, 8, 32)),
+        (33, VerifyConfig(16, 2, 16)),
     ),
 }
 _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
@@ -116,9 +137,26 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
         (65_536, LinearConfig(64, 128, 4, 4)),
     ),
 }
+_EXPERTS: dict[str, Rows[ExpertConfig]] = {  # by pairs per 16 experts
+    "default": (
+        (0, ExpertConfig(16, ProductConfig(32, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (8, ExpertConfig(16, ProductConfig(64, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (160, ExpertConfig(32, ProductConfig(64, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (512, ExpertConfig(64, ProductConfig(64, 64, 4, 4), ProductConfig(128, 64, 4, 4))),
+        (1_280, ExpertConfig(128, ProductConfig(128, 64, 8, 3), ProductConfig(256, 64, 8, 3))),
+    ),
+}
+_EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are float32
+    "default": (
+        (0, ExpertConfig(16, ProductConfig(32, 64, 4, 3), ProductConfig(64, 64, 4, 3))),
+        (512, ExpertConfig(32, ProductConfig(32, 32, 4, 3), ProductConfig(64, 32, 4, 3))),
+    ),
+}
 _CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
+_MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
+_KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
-_MULTIPROCESSORS: dict[str, int] = {"default": 132}
+_MULTIPROCESSORS: dict[str, int] = {"default": 132, "cpu": 1}  # cpu: the interpreter, one by one
 
 
 def step_config(device: torch.device, batch: int, *, is_log: bool) -> StepConfig:
@@ -137,8 +175,18 @@ def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
 
 
 def chunk_config(device: torch.device) -> ChunkConfig:
-    """For a prefill of recurrent layers."""
+    """For a prefill of gated delta nets."""
     return _of(_CHUNK, device)
+
+
+def mamba2_chunk_config(device: torch.device) -> ChunkConfig:
+    """For a prefill of Mamba2 layers."""
+    return _of(_MAMBA2_CHUNK, device)
+
+
+def kda_chunk_config(device: torch.device) -> ChunkConfig:
+    """For a prefill of KDA layers."""
+    return _of(_KDA_CHUNK, device)
 
 
 def linear_config(device: torch.device, outputs: int) -> LinearConfig:
@@ -146,17 +194,27 @@ def linear_config(device: torch.device, outputs: int) -> LinearConfig:
     return _choose(_LINEAR, device, outputs)
 
 
+def expert_config(
+    device: torch.device, *, pairs: int, num_experts: int, itemsize: int
+) -> ExpertConfig:
+    """For so many (token, choice) pairs over all experts of a layer; itemsize: of the weights."""
+    return _choose(_EXPERTS if itemsize == 2 else _EXPERTS_32, device, 16 * pairs // num_experts)
+
+
 def attend_config(
-    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool
+    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool, itemsize: int = 4
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
-    Splits fill the device about three times over, no more than 64 parts.
+    Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
+    number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
+    than 32 heads of one KV head where it is 4.
     """
     wide = dim > 256
+    most = 32 if wide and itemsize > 2 else 64
     if not can_split and rows > 64:
-        return AttendConfig(32, 32, 1, 8, 2) if wide else _LONG[dim > 128]
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
+        return AttendConfig(most, 32, 1, 8, 2) if wide else _LONG[dim > 128]
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else most
     block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
     wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1

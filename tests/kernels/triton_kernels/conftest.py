@@ -18,12 +18,26 @@ if IS_INTERPRETED:
 collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
 
 
+if HAS_TRITON:
+    from tests.kernels.triton_kernels.memory_check import checked_memory
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
     """The interpreter's, or (``-m gpu``) the real one."""
     if request.param == "cpu" and not IS_INTERPRETED:
         pytest.skip("kernels are compiled here")
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _memory(request) -> Iterator[None]:
+    """Accesses of interpreted kernels are checked, for races too; ``memory_check.py``."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    with checked_memory(races=True):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,9 @@
 """The mixer of a gated delta net over many tokens on the GPU: convolution, gates, chunks, norm.
 
-Owns: ``mix_``, the ragged convolution and the windows. Does not know: projections, draft trees.
+Owns: ``mix_`` and its fused convolution and gates. Does not know: projections, draft trees.
 
 Invariants:
-- Old windows are read by the first launch and replaced by the third; one program does all windows
-  of a sequence's channels, its saves before its own slot.
+- Old windows are read by the first launch and replaced by the last but one.
 - States and windows are exact at every save; only the named slots change (the sink never).
 Read next: ``reference.py`` (the readable twin), ``../gated_delta_rule/triton.py``.
 """
@@ -17,14 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from hyradix.kernels.causal_conv.triton_ragged import move_windows_
 from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, gates, unit
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch, chunked_
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
-from hyradix.kernels.triton_support import launch, load32, power_of_two, silu, store
+from hyradix.kernels.triton_support import launch, load32, power_of_two, silu
 from hyradix.kernels.triton_table import ChunkConfig
-
-_CHANNELS = 512
 
 
 def mix_(
@@ -59,12 +57,7 @@ def mix_(
         num_warps=1,
     )  # fmt: skip
     chunked_(batch.chunks, state, scratch, config=config)
-    launch(
-        _windows_kernel,
-        (slots.shape[0], triton.cdiv(channels, _CHANNELS)),
-        projected, projected.stride(0), batch.cu_seqlens, slots, batch.save_offsets, batch.save_at,
-        batch.save_slots, conv_state, channels, width, power_of_two(width - 1), _CHANNELS,
-    )  # fmt: skip
+    move_windows_(projected, batch, conv_state)
     z = projected[:tokens, channels : channels + num_v_heads * dv].unflatten(1, (num_v_heads, dv))
     there = out[:tokens].unflatten(1, (num_v_heads, dv))
     gated_rms_norm(x.o[:tokens], z, weights.norm, weights.eps, there)
@@ -116,31 +109,3 @@ def _convolved(
         column += load32(window + (before + j) * CHANNELS + channel, mask & (before < back))
         total += column * load32(weight + j * CHANNELS + channel, mask)
     return silu(total)
-
-
-@triton.jit
-def _windows_kernel(
-    projected, stride, cu_seqlens, slots, save_offsets, save_at, save_slots, conv_state,
-    C: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """A sequence's saves, then its own slot: the last WIDTH - 1 columns before each."""
-    sequence = tl.program_id(0)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    first = tl.load(cu_seqlens + sequence).to(tl.int64)
-    count = tl.load(cu_seqlens + sequence + 1) - first
-    t, c = tl.arange(0, BT)[:, None], (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
-    inside = (t < WIDTH - 1) & (c < C)
-    old = conv_state + slot * ((WIDTH - 1) * C)
-    num_saves = tl.load(save_offsets + sequence + 1) - tl.load(save_offsets + sequence)
-    entry = tl.load(save_offsets + sequence)
-    for i in range(num_saves + 1):
-        is_own = i == num_saves
-        at = tl.where(is_own, count, tl.load(save_at + entry + i, mask=i < num_saves, other=0))
-        target = tl.load(save_slots + entry + i, mask=i < num_saves, other=0).to(tl.int64)
-        target = tl.where(is_own, slot, target)
-        position = at - (WIDTH - 1) + t
-        value = load32(projected + (first + position) * stride + c, inside & (position >= 0))
-        value += load32(old + (WIDTH - 1 + position) * C + c, inside & (position < 0))
-        tl.debug_barrier()  # its own slot's window is read before it is written
-        place = conv_state + target * ((WIDTH - 1) * C) + t * C + c
-        store(place, value, inside & (target != 0))

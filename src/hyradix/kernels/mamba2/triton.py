@@ -1,7 +1,7 @@
 """One decode step of Mamba2 by state slot: convolution, time steps, update, skip and gated norm.
 
-Owns: ``DeviceMamba2`` (weights), the time steps, the order of the launches. Does not know:
-projections.
+Owns: ``DeviceMamba2`` (weights), time steps and the end (shared with ``triton_prefill.py`` and
+``triton_tree.py``), the order of the launches. Does not know: projections.
 Invariants: those of ``../tree_recurrence/triton_step.py`` and ``../causal_conv/triton.py``.
 Read next: ``reference.py`` (the readable twin).
 """
@@ -97,14 +97,7 @@ def step_(
         conv_log_step_(
             x, weights.conv, weights.conv_bias, slots, rows, num_log_rows, conv_state, log, mixed
         )
-    launch(
-        _time_steps_kernel,
-        (n,),
-        projected, projected.stride(0), weights.decay_rate, weights.dt_bias, *weights.dt_limits,
-        scratch.g, scratch.dt, channels + num_v_heads * dv, num_v_heads,
-        power_of_two(num_v_heads),
-        num_warps=1,
-    )  # fmt: skip
+    time_steps_(projected, weights, state, scratch.g, scratch.dt)
     q, k, v = mixed.split([key_dim, key_dim, num_v_heads * dv], dim=1)
     q, k = (x.unflatten(1, (weights.num_k_heads, dk)) for x in (q, k))
     token = (q, k, v.unflatten(1, (num_v_heads, dv)), scratch.g[:n], scratch.dt[:n])
@@ -113,14 +106,45 @@ def step_(
         triton_step.step_(MAMBA2, *token, slots, state, o)
     else:
         triton_step.log_step_(MAMBA2, *token, slots, rows, num_log_rows, state, log, o)
-    groups = (weights.norm.shape[0], -1)
+    finish_(o, mixed, projected, weights, out)
+    return out
+
+
+def time_steps_(
+    projected: torch.Tensor,
+    weights: DeviceMamba2,
+    state: torch.Tensor,
+    g: torch.Tensor,
+    dt: torch.Tensor,
+) -> None:
+    """g (log decay) and dt of every row of ``projected``, to ``float32[>= N, Hv]``."""
+    _, num_v_heads, dk, dv = state.shape
+    channels = 2 * weights.num_k_heads * dk + num_v_heads * dv
+    launch(
+        _time_steps_kernel,
+        (projected.shape[0],),
+        projected, projected.stride(0), weights.decay_rate, weights.dt_bias, *weights.dt_limits,
+        g, dt, channels + num_v_heads * dv, num_v_heads, power_of_two(num_v_heads),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def finish_(
+    o: torch.Tensor,
+    mixed: torch.Tensor,
+    projected: torch.Tensor,
+    weights: DeviceMamba2,
+    out: torch.Tensor,
+) -> None:
+    """out ``[N, Hv dv]``: skip of the convolved v, gate by z, norm by groups; o ``[N, Hv, dv]``."""
+    groups, size = (weights.norm.shape[0], -1), out.shape[1]
+    channels = mixed.shape[1]
     gated_rms_norm(
         o.flatten(1).unflatten(1, groups),
-        projected[:, channels : channels + num_v_heads * dv].unflatten(1, groups),
+        projected[:, channels : channels + size].unflatten(1, groups),
         weights.norm, weights.eps, out.unflatten(1, groups),
-        gate_first=True, skip=weights.skip, v=v.unflatten(1, groups),
+        gate_first=True, skip=weights.skip, v=mixed[:, channels - size :].unflatten(1, groups),
     )  # fmt: skip
-    return out
 
 
 @triton.jit

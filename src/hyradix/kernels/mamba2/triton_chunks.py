@@ -1,0 +1,169 @@
+"""The state of Mamba2 over many tokens on the GPU: chunks passed on in order, outputs with them.
+
+Owns: ``chunked_``: outputs, final and saved states of a ragged batch; ``Mamba2ChunkScratch``. Does
+not know: convolution, gates, norms, D x.
+
+Two launches. The first: q k^T within every chunk of up to 64 tokens, once for all heads of a group.
+The second, for every sequence, head and block of d_v columns: o = e^G q S + (q k) u with u = dt v,
+S <- e^G_last S + (e^(G_last - G) k)^T u, chunk after chunk, S in registers.
+
+Invariants:
+- No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
+- What states are made of goes through products of three tf32 passes, outputs through one.
+- Sums of g are within a chunk and float64 in differences; ratios only, masked before the
+  exponential: no factor exceeds 1.
+Source: DESIGN section 6.1. Read next: ``recurrence.py`` (the readable twin), ``triton_prefill.py``.
+"""
+# mypy: ignore-errors
+# (kernels are typed by Triton, not by annotations)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hyradix.kernels.gated_delta_rule.triton import CHUNK, Chunks
+from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_table import ChunkConfig, mamba2_chunk_config
+
+
+class Mamba2ChunkScratch:
+    """By token of the step: what is convolved (q, k, v), g and dt, q k^T of its chunk, o."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        k_dim: int,
+        v_dim: int,
+        device: torch.device,
+    ) -> None:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(max_tokens, *shape, device=device)
+
+        self.mixed = empty(2 * num_k_heads * k_dim + num_v_heads * v_dim)
+        self.g, self.dt = empty(num_v_heads), empty(num_v_heads)
+        self.products = empty(num_k_heads, CHUNK)
+        self.o = empty(num_v_heads, v_dim)
+
+
+def chunked_(
+    chunks: Chunks,
+    num_k_heads: int,
+    state: torch.Tensor,
+    scratch: Mamba2ChunkScratch,
+    *,
+    config: ChunkConfig | None = None,
+) -> None:
+    """From each sequence's slot: ``scratch.o``, the slot's state, the saves.
+
+    state: ``float32[slots, Hv, dk, dv]``. scratch: mixed, g (log decay) and dt of all tokens.
+    """
+    _, num_v_heads, dk, dv = state.shape
+    assert state.is_contiguous()
+    config = config or mamba2_chunk_config(state.device)
+    block_v = max(min(config.block_v, power_of_two(dv)), 16)
+    x = scratch
+    assert x.mixed.shape[1] == 2 * num_k_heads * dk + num_v_heads * dv
+    launch(
+        _products_kernel,
+        (chunks.table.shape[0], num_k_heads),
+        chunks.table, x.mixed, x.products,
+        x.mixed.shape[1], num_k_heads, dk, CHUNK, min(32, power_of_two(dk, least=16)),
+        num_warps=config.solve_warps,
+    )  # fmt: skip
+    launch(
+        _pass_kernel,
+        (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
+        chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.dt, x.products, x.o,
+        x.mixed.shape[1], num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK,
+        power_of_two(dk, least=32) // 2, block_v, triton.cdiv(dv, block_v),
+        num_warps=config.pass_warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _products_kernel(
+    table, mixed, all_products,
+    CHANNELS: tl.constexpr, HK: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """q k^T of one chunk and group; which of them count, the pass says."""
+    group = tl.program_id(1)
+    first = tl.load(table + 3 * tl.program_id(0)).to(tl.int64)
+    count = tl.load(table + 3 * tl.program_id(0) + 1)
+    c = tl.arange(0, C)
+    is_token, token = c < count, first + c
+    products = tl.zeros([C, C], tl.float32)
+    for begin in range(0, DK, BK):
+        d = begin + tl.arange(0, BK)
+        inside = is_token[:, None] & (d < DK)[None, :]
+        place = mixed + token[:, None] * CHANNELS + group * DK + d[None, :]
+        q, k = load32(place, inside), load32(place + HK * DK, inside)
+        products = tl.dot(q, tl.trans(k), products, input_precision="tf32")
+    place = (token * HK + group)[:, None] * C + c[None, :]
+    tl.store(all_products + place, products, mask=is_token[:, None])
+
+
+@triton.jit
+def _pass_kernel(
+    table, offsets, slots, all_states, mixed, all_g, all_dt, all_products, all_o,
+    CHANNELS: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills."""
+    HK: tl.constexpr = HV // RATIO
+    sequence = tl.program_id(0) // (BLOCKS * HV)
+    head = tl.program_id(0) // BLOCKS % HV
+    group = head // RATIO
+    slot = tl.load(slots + sequence).to(tl.int64)
+    last_chunk = tl.load(offsets + sequence + 1)
+    c, d = tl.arange(0, C), tl.arange(0, BK)
+    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
+    in_v, in_upper, in_lower = column < DV, d < DK, d + BK < DK
+    upper_inside = in_upper[:, None] & in_v[None, :]
+    lower_inside = in_lower[:, None] & in_v[None, :]
+    place = (head * DK + d[:, None]) * DV + column[None, :]
+    own = all_states + slot * (HV * DK * DV) + place
+    upper = tl.load(own, mask=upper_inside, other=0.0)
+    lower = tl.load(own + BK * DV, mask=lower_inside, other=0.0)
+    for chunk in range(tl.load(offsets + sequence), last_chunk):
+        first = tl.load(table + 3 * chunk).to(tl.int64)
+        count = tl.load(table + 3 * chunk + 1)
+        save = tl.load(table + 3 * chunk + 2).to(tl.int64)
+        is_token, token = c < count, first + c
+        in_columns = is_token[:, None] & in_v[None, :]
+        tokens_upper = is_token[:, None] & in_upper[None, :]
+        tokens_lower = is_token[:, None] & in_lower[None, :]
+        g = load32(all_g + token * HV + head, is_token).to(tl.float64)
+        sums = tl.cumsum(g, 0)
+        whole = tl.sum(g, 0)
+        q_place = mixed + token[:, None] * CHANNELS + group * DK + d[None, :]
+        k_place = q_place + HK * DK
+        u_place = mixed + token[:, None] * CHANNELS + 2 * HK * DK + head * DV + column[None, :]
+        dt = load32(all_dt + token * HV + head, is_token)
+        u = load32(u_place, in_columns) * dt[:, None]
+        o = tl.dot(load32(q_place, tokens_upper), upper, input_precision="tf32")
+        o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision="tf32")
+        o *= tl.exp(sums.to(tl.float32))[:, None]
+        is_earlier = c[:, None] >= c[None, :]
+        ratio = tl.where(is_earlier, sums[:, None] - sums[None, :], float("-inf"))
+        products = all_products + (token * HK + group)[:, None] * C + c[None, :]
+        products = load32(products, is_token[:, None]) * tl.exp(ratio.to(tl.float32))
+        o = tl.dot(products, u, o, input_precision="tf32")
+        row = (token * HV + head)[:, None]
+        tl.store(all_o + row * DV + column[None, :], o, mask=in_columns)
+        u *= tl.exp((whole - sums).to(tl.float32))[:, None]
+        kept = tl.exp(whole.to(tl.float32))
+        k = tl.trans(load32(k_place, tokens_upper))
+        upper = tl.dot(k, u, upper * kept, input_precision="tf32x3")
+        k = tl.trans(load32(k_place + BK, tokens_lower))
+        lower = tl.dot(k, u, lower * kept, input_precision="tf32x3")
+        if save != 0:
+            there = all_states + save * (HV * DK * DV) + place
+            tl.store(there, upper, mask=upper_inside)
+            tl.store(there + BK * DV, lower, mask=lower_inside)
+    if slot != 0:
+        tl.store(own, upper, mask=upper_inside)
+        tl.store(own + BK * DV, lower, mask=lower_inside)

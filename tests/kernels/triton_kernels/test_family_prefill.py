@@ -1,0 +1,75 @@
+"""The mixers of KDA and Mamba2 over ragged batches on the GPU against the torch mixers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_kernels.cases import NAN, MixerShape, error
+from tests.kernels.triton_kernels.family_cases import Family, kda_family, mamba2_family, ragged
+
+LENGTHS, SLOTS = [67, 1, 4, 2], [3, 1, 2, 4]
+SAVES = [(0, 1, 5), (0, 2, 6), (0, 64, 7), (0, 66, 8), (2, 2, 9)]
+
+FAMILIES = {
+    "kda": lambda device: kda_family(MixerShape(3, 3, 6, 10), device),
+    "kda strong": lambda device: kda_family(MixerShape(2, 2, 5, 7, 3), device, rate=16),
+    "kda bounded": lambda device: kda_family(MixerShape(1, 1, 16, 20), device, lower_bound=-5.0),
+    "mamba2": lambda device: mamba2_family(MixerShape(2, 6, 5, 8), device),
+    "mamba2 clamped": lambda device: mamba2_family(
+        MixerShape(1, 3, 20, 3, 3), device, dt_limits=(0.1, 0.5)
+    ),
+}
+
+
+def run(family: Family, device: torch.device, dtype: torch.dtype) -> None:
+    """One ragged batch with saves, two tokens of no sequence behind it."""
+    s, total = family.shape, sum(LENGTHS)
+    batch = ragged(LENGTHS, SLOTS, SAVES)
+    given = [torch.randn(total + 2, size).to(dtype) for size in family.sizes]
+    conv = torch.full((11, s.width - 1, s.channels), NAN, dtype=dtype)
+    state = torch.full((11, s.hv, s.dk, s.dv), NAN)
+    conv[SLOTS], state[SLOTS] = (
+        torch.randn(conv[SLOTS].shape).to(dtype),
+        torch.randn(state[SLOTS].shape),
+    )
+    pools = [x.clone().to(device) for x in (conv, state)]
+    out = torch.full((total + 2, s.hv * s.dv), NAN, dtype=dtype, device=device)
+    family.mix([x.to(device) for x in given], batch, pools, out)
+    wide_pools = [conv.double(), state.double()]
+    expected = family.twin([x[:total].double() for x in given], batch, wide_pools)
+    limit = 1e-2 if dtype == torch.bfloat16 else 2e-3 if device.type == "cuda" else 1e-4
+    assert error(out[:total], expected) < limit
+    assert out[total:].isnan().all()
+    for slot in (*SLOTS, *(slot for _, _, slot in SAVES)):
+        assert error(pools[1][slot], wide_pools[1][slot]) < 1e-5
+    assert torch.equal(pools[0].cpu().double().nan_to_num(7), wide_pools[0].nan_to_num(7))
+    assert pools[1][[0, 10]].isnan().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prefill_equals_the_torch_mixer(device, name, dtype):
+    torch.manual_seed(0)
+    run(FAMILIES[name](device), device, dtype)
+
+
+def test_a_split_prefill_equals_a_whole_one(device):
+    """Two calls, cut where a save stood: the same states and windows."""
+    torch.manual_seed(0)
+    for make in (kda_family, mamba2_family):
+        family = make(MixerShape(2, 2, 6, 8), device)
+        s, count, cut = family.shape, 40, 23
+        given = [torch.randn(count, size, device=device) for size in family.sizes]
+        conv = torch.randn(3, s.width - 1, s.channels, device=device)
+        state = torch.randn(3, s.hv, s.dk, s.dv, device=device)
+        whole, parts = ([conv.clone(), state.clone()] for _ in range(2))
+        out = torch.empty(count, s.hv * s.dv, device=device)
+        split = torch.empty_like(out)
+        family.mix(given, ragged([count], [1], [(0, cut, 2)]), whole, out)
+        for piece in (slice(0, cut), slice(cut, count)):
+            own = [x[piece] for x in given]
+            family.mix(own, ragged([own[0].shape[0]], [1], []), parts, split[piece])
+        assert torch.equal(out, split)
+        for x, y in zip(whole, parts, strict=True):
+            assert torch.equal(x[1], y[1])
