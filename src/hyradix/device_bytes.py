@@ -6,8 +6,9 @@ what was measured takes the place of what was computed.
 Does not know: torch, devices, how the pools divide what is left (``config.divide_pools``).
 
 Invariants:
-- ``scratch_bytes`` and ``table_bytes`` are exact (tests compare them with what is allocated);
-  activations and graphs are bounds from above, their constants are stated here.
+- ``table_bytes`` is exact, and so is ``scratch_bytes`` for gated delta nets (tests compare them with
+  what is allocated; other families keep up to a tenth more or less); activations and graphs are
+  bounds from above, their constants are stated here.
 Read next: ``config.py``, ``engine/device.py`` (what is free).
 """
 
@@ -29,6 +30,8 @@ CHUNK = 64
 """Tokens of a chunk of prefill: each keeps a row of products this long."""
 LEAST_PARTS = 1024
 """(token, split) pairs that attention has scratch for, at least."""
+EXPERT_TOKENS = 4096
+"""Tokens that a mixture of experts works on at a time."""
 DRAW_ROWS = 32
 """Rows that are drawn from at a time, and bytes of a logit meanwhile (float64 weights, their sums
 and a sort)."""
@@ -40,7 +43,8 @@ class ForwardShape:
     """What one token is inside a forward.
 
     widest: numbers that a layer's parts hold at once beside the residual and its norm: inputs of a
-    mixer and its output, or an MLP's.
+    mixer and its output, or an MLP's. expert_numbers, latent_numbers: in the scratch of experts and
+    of latent attention.
     """
 
     hidden_size: int
@@ -48,6 +52,8 @@ class ForwardShape:
     num_heads: int
     v_dim: int
     widest: int
+    expert_numbers: int = 0
+    latent_numbers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,21 +109,27 @@ def beside_pools(
     drawing = min(step.max_requests, DRAW_ROWS) * forward.vocab_size * DRAW_BYTES
     return BesidePools(
         weights=weight_bytes,
-        scratch=scratch_bytes(forward, recurrent, step),
+        scratch=scratch_bytes(forward, recurrent, step, element_bytes),
         tables=table_bytes(forward, step),
         peak=step.max_tokens * token + logits + drawing,
         graphs=step.max_requests * token + logits + len(ladder(step.max_requests)) * GRAPH_BYTES,
     )
 
 
-def scratch_bytes(forward: ForwardShape, recurrent: RecurrentShape, step: StepSize) -> int:
-    """What kernels leave for each other: chunks by token, steps and parts of attention by row."""
+def scratch_bytes(
+    forward: ForwardShape, recurrent: RecurrentShape, step: StepSize, element_bytes: int
+) -> int:
+    """What kernels leave for each other: chunks, experts and latent queries by token, steps and
+    parts of attention by row."""
     r = recurrent
     keys, values = r.num_k_heads * r.k_dim, r.num_v_heads * r.v_dim
     by_token = 2 * keys + 3 * values + r.num_v_heads * (2 + r.k_dim + CHUNK)
     by_row = values + r.num_k_heads
     parts = max(step.max_requests, LEAST_PARTS) * forward.num_heads * (forward.v_dim + 1)
-    return 4 * (step.max_tokens * by_token + step.max_requests * by_row + parts)
+    activations = min(step.max_tokens, EXPERT_TOKENS) * forward.expert_numbers
+    activations += step.max_tokens * forward.latent_numbers
+    numbers = step.max_tokens * by_token + step.max_requests * by_row + parts
+    return 4 * numbers + element_bytes * activations
 
 
 def table_bytes(forward: ForwardShape, step: StepSize) -> int:

@@ -12,12 +12,20 @@ from hyradix.models.config import ModelConfig
 
 def forward_shape(config: ModelConfig) -> ForwardShape:
     """Of the target model; draft heads are narrower."""
+    latent, moe = config.latent, config.moe
+    expert_numbers, latent_numbers = 0, 0
+    if moe is not None:
+        expert_numbers = moe.top_k * (moe.expert_size + (moe.latent_size or config.hidden_size))
+    if latent is not None:
+        latent_numbers = config.num_heads * (2 * latent.rank + latent.shared)
     return ForwardShape(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_heads=config.num_heads,
-        v_dim=config.latent.rank if config.latent is not None else config.head_dim,
+        v_dim=latent.rank if latent is not None else config.head_dim,
         widest=max(_attention(config), _recurrent(config), _mlp(config)),
+        expert_numbers=expert_numbers,
+        latent_numbers=latent_numbers,
     )
 
 
