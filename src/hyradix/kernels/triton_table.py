@@ -147,16 +147,19 @@ def linear_config(device: torch.device, outputs: int) -> LinearConfig:
 
 
 def attend_config(
-    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool
+    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool, itemsize: int = 4
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
-    Splits fill the device about three times over, no more than 64 parts.
+    Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
+    number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
+    than 32 heads of one KV head where it is 4.
     """
     wide = dim > 256
+    most = 32 if wide and itemsize > 2 else 64
     if not can_split and rows > 64:
-        return AttendConfig(32, 32, 1, 8, 2) if wide else _LONG[dim > 128]
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
+        return AttendConfig(most, 32, 1, 8, 2) if wide else _LONG[dim > 128]
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else most
     block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
     wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1

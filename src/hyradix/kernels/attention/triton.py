@@ -160,8 +160,8 @@ def _attend_kernel(
     q_place = q + token[:, None] * q_token + head[:, None] * q_head
     queries = tl.load(q_place + d[None, :], mask=is_query[:, None] & (d < D)[None, :], other=0.0)
     if TAIL > 0:
-        inside = is_query[:, None] & (t < TAIL)[None, :]
-        queries_tail = tl.load(q_place + D + t[None, :], mask=inside, other=0.0)
+        in_tail = is_query[:, None] & (t < TAIL)[None, :]
+        queries_tail = tl.load(q_place + D + t[None, :], mask=in_tail, other=0.0)
     bits = m.to(tl.int64)
     if IS_TREE:
         bits = tl.load(ancestors + token, mask=is_query, other=0)
@@ -183,8 +183,8 @@ def _attend_kernel(
         keys = tl.load(k_place + d[None, :], mask=is_key[:, None] & (d < D)[None, :], other=0.0)
         score = tl.dot(queries, tl.trans(keys))
         if TAIL > 0:
-            inside = is_key[:, None] & (t < TAIL)[None, :]
-            keys_tail = tl.load(k_place + D + t[None, :], mask=inside, other=0.0)
+            is_tail = is_key[:, None] & (t < TAIL)[None, :]
+            keys_tail = tl.load(k_place + D + t[None, :], mask=is_tail, other=0.0)
             score = tl.dot(queries_tail, tl.trans(keys_tail), score)
         behind = (column - start)[None, :]
         if IS_TREE:
