@@ -80,6 +80,25 @@ class LinearConfig:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProductConfig:
+    """One product of experts: outputs per program (of gates and of ups), inputs at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Both products of a mixture of experts: pairs (token, choice) of one expert at a time."""
+
+    block_m: int
+    up: ProductConfig
+    down: ProductConfig
+
+
 Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
@@ -116,6 +135,21 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
         (65_536, LinearConfig(64, 128, 4, 4)),
     ),
 }
+_EXPERTS: dict[str, Rows[ExpertConfig]] = {  # by pairs per 16 experts
+    "default": (
+        (0, ExpertConfig(16, ProductConfig(32, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (8, ExpertConfig(16, ProductConfig(64, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (160, ExpertConfig(32, ProductConfig(64, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (512, ExpertConfig(64, ProductConfig(64, 64, 4, 4), ProductConfig(128, 64, 4, 4))),
+        (1_280, ExpertConfig(128, ProductConfig(128, 64, 8, 3), ProductConfig(256, 64, 8, 3))),
+    ),
+}
+_EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are float32
+    "default": (
+        (0, ExpertConfig(16, ProductConfig(32, 64, 4, 3), ProductConfig(64, 64, 4, 3))),
+        (512, ExpertConfig(32, ProductConfig(32, 32, 4, 3), ProductConfig(64, 32, 4, 3))),
+    ),
+}
 _CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
 _MULTIPROCESSORS: dict[str, int] = {"default": 132}
@@ -144,6 +178,13 @@ def chunk_config(device: torch.device) -> ChunkConfig:
 def linear_config(device: torch.device, outputs: int) -> LinearConfig:
     """For weights with ``outputs`` rows."""
     return _choose(_LINEAR, device, outputs)
+
+
+def expert_config(
+    device: torch.device, *, pairs: int, num_experts: int, itemsize: int
+) -> ExpertConfig:
+    """For so many (token, choice) pairs over all experts of a layer; itemsize: of the weights."""
+    return _choose(_EXPERTS if itemsize == 2 else _EXPERTS_32, device, 16 * pairs // num_experts)
 
 
 def attend_config(
