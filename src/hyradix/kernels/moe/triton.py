@@ -7,6 +7,8 @@ Four launches: the pairs (token, choice) by expert (``triton_routing.group_pairs
 activation behind it; down; each token's weighted sum. A program of a product takes one block of one
 expert's pairs and some outputs, so that with few tokens every chosen expert's weights are read
 once. There are as many programs as the worst case of a batch needs; those without a block return.
+Up to ``_ALONE`` tokens every pair is a block of its own, in its own place, and nothing is sorted:
+what two of them read twice, they read from the cache at about the same time.
 
 Invariants:
 - A token's result depends on its own row only, summed in one order (up to the block sizes, which
@@ -32,6 +34,7 @@ from hyradix.kernels.moe.triton_routing import group_pairs
 from hyradix.kernels.triton_support import launch, load32, power_of_two, silu, store
 from hyradix.kernels.triton_table import ExpertConfig, ProductConfig, expert_config
 
+_ALONE = 4
 _COLUMNS = 1024
 """Outputs of one token that a program sums."""
 
@@ -104,6 +107,17 @@ class ExpertScratch:
         return sum(x.nbytes for x in self.buffers)
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What ``group_pairs`` fills; is_alone: it did not, and blocks are the pairs' experts."""
+
+    order: torch.Tensor
+    places: torch.Tensor
+    offsets: torch.Tensor
+    blocks: torch.Tensor
+    is_alone: bool
+
+
 def max_blocks(pairs: int, num_experts: int, block_m: int) -> int:
     """The most blocks that so many pairs can need: every expert has some, the rest fills blocks."""
     return pairs if pairs <= num_experts else num_experts + (pairs - num_experts) // block_m
@@ -121,7 +135,9 @@ def experts(
 ) -> torch.Tensor:
     """See ``reference.experts``: x ``[T, H]`` in the weights' type, residual and out ``[T, H]``.
 
-    out: made where it is not given; it may be residual.
+    routes: ids ``int32[T, k]`` and weights, both dense.
+
+    out: made where it is not given; it may be residual or x.
     """
     assert x.dtype == weights.up.dtype
     assert x.stride(1) == 1
@@ -150,30 +166,37 @@ def _experts(
     config = config or expert_config(
         x.device, pairs=pairs, num_experts=num_experts, itemsize=x.element_size()
     )
-    num_blocks = max_blocks(pairs, num_experts, config.block_m)
-    order, places = scratch.order[:pairs], scratch.places[:pairs]
-    offsets = scratch.offsets[: num_experts + 1]
-    blocks = scratch.blocks[: 2 * num_blocks].view(num_blocks, 2)
+    groups = _groups(routes.ids, num_experts, config.block_m, scratch)
     between = scratch.hidden[: pairs * hidden].view(pairs, hidden)
     products = scratch.products[: pairs * width].view(pairs, width)
-    group_pairs(routes.ids, config.block_m, order, places, offsets, blocks)
-    groups = order, offsets, blocks
     block_m = config.block_m
     _product(x, weights.up, groups, between, block_m, config.up, top_k, weights.activation)
     _product(between, weights.down, groups, products, block_m, config.down, 0, "none")
     launch(
         _combine_kernel,
         (count, triton.cdiv(width, _COLUMNS)),
-        products, places, routes.weights, out if residual is None else residual,
+        products, groups.places, routes.weights, out if residual is None else residual,
         0 if residual is None else residual.stride(0), out, out.stride(0),
-        width, top_k, residual is not None, _COLUMNS,
+        width, top_k, residual is not None, groups.is_alone, _COLUMNS,
     )  # fmt: skip
+
+
+def _groups(ids: torch.Tensor, num_experts: int, block_m: int, scratch: ExpertScratch) -> Groups:
+    pairs = ids.numel()
+    order, places = scratch.order[:pairs], scratch.places[:pairs]
+    offsets = scratch.offsets[: num_experts + 1]
+    if ids.shape[0] <= _ALONE:
+        return Groups(order, places, offsets, ids.view(-1), is_alone=True)
+    num_blocks = max_blocks(pairs, num_experts, block_m)
+    blocks = scratch.blocks[: 2 * num_blocks].view(num_blocks, 2)
+    group_pairs(ids, block_m, order, places, offsets, blocks)
+    return Groups(order, places, offsets, blocks, is_alone=False)
 
 
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
-    groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    groups: Groups,
     out: torch.Tensor,
     block_m: int,
     config: ProductConfig,
@@ -181,17 +204,16 @@ def _product(
     activation: str,
 ) -> None:
     """out's rows are places; x's are tokens where ``top_k`` says how many places each has."""
-    order, offsets, blocks = groups
     outputs, size = out.shape[1], weight.shape[2]
     block_n = min(config.block_n, power_of_two(outputs, least=16))
     block_k = min(config.block_k, power_of_two(size, least=16))
     precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
     launch(
         _product_kernel,
-        (blocks.shape[0] * triton.cdiv(outputs, block_n),),
-        x, x.stride(0), weight, order, offsets, blocks, out, weight.shape[1], size, outputs,
-        top_k, activation == "swiglu", activation == "relu2", block_m, block_n, block_k,
-        size % block_k == 0, precision, config.stages,
+        (groups.blocks.shape[0] * triton.cdiv(outputs, block_n),),
+        x, x.stride(0), weight, groups.order, groups.offsets, groups.blocks, out, weight.shape[1],
+        size, outputs, top_k, groups.is_alone, activation == "swiglu", activation == "relu2",
+        block_m, block_n, block_k, size % block_k == 0, precision, config.stages,
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -200,20 +222,27 @@ def _product(
 def _product_kernel(
     x, x_stride, weight, order, offsets, blocks, out,
     ROWS: tl.constexpr, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP_K: tl.constexpr,
-    IS_SWIGLU: tl.constexpr, IS_RELU2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    IS_ALONE: tl.constexpr, IS_SWIGLU: tl.constexpr, IS_RELU2: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Outputs past the end are computed as output 0 and not stored."""
     TILES: tl.constexpr = (OUTPUTS + BN - 1) // BN
     block = tl.program_id(0) // TILES
-    expert = tl.load(blocks + 2 * block).to(tl.int64)
-    if expert < 0:
-        return
-    place = tl.load(blocks + 2 * block + 1) + tl.arange(0, BM)
-    is_row = place < tl.load(offsets + expert + 1)
-    row = place
-    if TOP_K > 0:
-        row = tl.load(order + place, mask=is_row, other=0) // TOP_K
+    if IS_ALONE:
+        expert = tl.load(blocks + block).to(tl.int64)
+        place = block + tl.arange(0, BM)
+        is_row = place == block
+        row = place // TOP_K if TOP_K > 0 else place
+    else:
+        expert = tl.load(blocks + 2 * block).to(tl.int64)
+        if expert < 0:
+            return
+        place = tl.load(blocks + 2 * block + 1) + tl.arange(0, BM)
+        is_row = place < tl.load(offsets + expert + 1)
+        row = place
+        if TOP_K > 0:
+            row = tl.load(order + place, mask=is_row, other=0) // TOP_K
     n, i = tl.program_id(0) % TILES * BN + tl.arange(0, BN), tl.arange(0, BK)
     source = x + row.to(tl.int64)[:, None] * x_stride
     real = tl.where(n < OUTPUTS, n, 0)
@@ -249,7 +278,8 @@ def _product_kernel(
 @triton.jit
 def _combine_kernel(
     products, places, weights, residual, residual_stride, out, out_stride,
-    WIDTH: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """residual + sum over choices, in their order."""
     token = tl.program_id(0).to(tl.int64)
@@ -257,7 +287,9 @@ def _combine_kernel(
     inside = c < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
-        place = tl.load(places + token * K + j).to(tl.int64)
+        place = token * K + j
+        if not IS_ALONE:
+            place = tl.load(places + place).to(tl.int64)
         weight = tl.load(weights + token * K + j)
         total += weight * load32(products + place * WIDTH + c, inside)
     if HAS_RESIDUAL:
