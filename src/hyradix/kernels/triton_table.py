@@ -208,14 +208,17 @@ def attend_config(
 
     Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
     number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
-    than 32 heads of one KV head where it is 4.
+    than 32 heads of one KV head where it is 4. Keys come by a table of slots, so one tile is on its
+    way with 3 or 4 stages, two with 5.
     """
     wide = dim > 256
     most = 32 if wide and itemsize > 2 else 64
-    if not can_split and rows > 64:
-        return AttendConfig(most, 32, 1, 8, 2) if wide else _LONG[dim > 128]
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else most
-    block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
+    if not can_split and rows > 64 and not wide:
+        return _LONG[dim > 128]
+    block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
+    if wide:
+        warps, stages = 8, 2 if itemsize > 2 else 5 if block_m <= 32 else 3
     wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
     return AttendConfig(block_m, block_n, splits, warps, stages)
