@@ -50,8 +50,8 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     for batch in BATCHES:
         configs: list[StepConfig | None] = [None]
         if tune:
-            configs += [StepConfig(16, s, w, n) for s in (1, 4) for w, n in ((1, 1), (1, 3))]
-            configs += [StepConfig(32, s, 2, n) for s in (1, 4) for n in (1, 2)]
+            shapes = ((16, 1), (32, 1), (32, 2), (64, 4), (128, 4), (128, 8), (128, 16))
+            configs += [StepConfig(v, w, s) for v, w in shapes for s in (False, True)]
         for config in configs:
             yield _bench_step(batch, config, device)
             yield _bench_log(batch, config, device)
