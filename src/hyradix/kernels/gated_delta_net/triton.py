@@ -29,8 +29,10 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
     is_last,
     norm_heads,
     pair_channels,
+    shift_,
     unit,
 )
+from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.triton_support import (
     launch,
     load32,
@@ -68,6 +70,8 @@ def step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_rows, is_log=False)
+    if not config.is_fused and scratch.inputs is not None:
+        return prepared_step_(projected, weights, slots, conv_state, state, scratch, out, config)
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))
     blocks = triton.cdiv(dv, block_v)
@@ -133,16 +137,7 @@ def _step_kernel(
     if last:
         if BLOCKS > 1:
             norm_heads(o, x, norm, eps, out, head, CHANNELS, RATIO, DV, BDV)
-        _shift(window, x, qk_channel, qk_mask, CHANNELS, WIDTH)
+        shift_(window, x, qk_channel, qk_mask, CHANNELS, WIDTH)
         for i in tl.static_range(RATIO):
             channel = 2 * HK * DK + (head * RATIO + i) * DV + tl.arange(0, BDV)
-            _shift(window, x, channel, tl.arange(0, BDV) < DV, CHANNELS, WIDTH)
-
-
-@triton.jit
-def _shift(window, x, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """The window moves on by one column; a channel is read and written by one thread."""
-    for j in tl.static_range(WIDTH - 2):
-        later = load32(window + (j + 1) * CHANNELS + channel, mask)
-        store(window + j * CHANNELS + channel, later, mask)
-    store(window + (WIDTH - 2) * CHANNELS + channel, load32(x + channel, mask), mask)
+            shift_(window, x, channel, tl.arange(0, BDV) < DV, CHANNELS, WIDTH)

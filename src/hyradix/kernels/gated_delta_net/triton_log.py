@@ -24,6 +24,7 @@ import triton.language as tl
 from hyradix.kernels.gated_delta_net.triton_parts import (
     PackedMixer,
     StepScratch,
+    convolved_by_log,
     gated_norm,
     gates,
     is_last,
@@ -31,13 +32,13 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
     pair_channels,
     unit,
 )
+from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.triton_support import (
     launch,
     load32,
     load_state,
     power_of_two,
-    silu,
     store,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
@@ -73,6 +74,11 @@ def log_step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_tokens, is_log=True)
+    if not config.is_fused and scratch.inputs is not None:
+        return prepared_step_(
+            projected, weights, slots, conv_state, state, scratch, out, config,
+            rows=rows, num_log_rows=num_log_rows, log=log,
+        )  # fmt: skip
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))
     blocks = triton.cdiv(dv, block_v)
@@ -129,8 +135,8 @@ def _log_step_kernel(
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)
     v_channel = 2 * HK * DK + v_column
-    qk = _convolved(x, window, log_conv, count, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
-    v = _convolved(x, window, log_conv, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
+    qk = convolved_by_log(x, window, log_conv, count, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
+    v = convolved_by_log(x, window, log_conv, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
     z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
 
@@ -159,21 +165,3 @@ def _log_step_kernel(
         tl.store(o + v_column, value, mask=in_v)
         if is_last(counters + row * HK + head, RATIO * BLOCKS):
             norm_heads(o, x, norm, eps, out, head, CHANNELS, RATIO, DV, BDV)
-
-
-@triton.jit
-def _convolved(
-    x, window, log_conv, count, weight, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """As ``triton_parts.convolved``; the newest earlier columns are the log's, the rest the base's.
-
-    Column j of the WIDTH - 1 before the token is column count + j of (window, then log).
-    """
-    total = load32(x + channel, mask) * load32(weight + (WIDTH - 1) * CHANNELS + channel, mask)
-    for j in tl.static_range(WIDTH - 1):
-        behind = count + j - (WIDTH - 1)
-        of_base = load32(window + (count + j) * CHANNELS + channel, mask & (behind < 0))
-        of_log = load32(log_conv + behind * CHANNELS + channel, mask & (behind >= 0))
-        column = of_base + of_log
-        total += column * load32(weight + j * CHANNELS + channel, mask)
-    return silu(total)

@@ -49,14 +49,41 @@ class PackedMixer:
         return cls(weights.num_k_heads, conv, decay_rate, dt_bias, norm, weights.eps)
 
 
-class StepScratch:
-    """Memory that the steps of all layers use in turn: ``o`` before its norm, and the counters."""
+class StepInputs:
+    """What the recurrence takes where another launch makes it: as in ``triton_step.step_``."""
 
     def __init__(
-        self, max_batch: int, num_k_heads: int, num_v_heads: int, v_dim: int, device: torch.device
+        self, max_batch: int, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(max_batch, *shape, device=device)
+
+        self.q, self.k = (empty(num_k_heads, k_dim) for _ in "qk")
+        self.v, self.g = empty(num_v_heads, v_dim), empty(num_v_heads, 1)
+        self.beta = empty(num_v_heads)
+
+
+class StepScratch:
+    """Memory that the steps of all layers use in turn: ``o`` before its norm, and the counters.
+
+    k_dim: given, there is ``inputs`` too, without which every step is one launch.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        v_dim: int,
+        device: torch.device,
+        *,
+        k_dim: int = 0,
     ) -> None:
         self.o = torch.empty(max_batch, num_v_heads, v_dim, device=device)
         self.counters = torch.zeros(max_batch, num_k_heads, dtype=torch.int32, device=device)
+        sizes = (max_batch, num_k_heads, num_v_heads, k_dim, v_dim)
+        self.inputs = StepInputs(*sizes, device) if k_dim else None
 
 
 @triton.jit
@@ -67,6 +94,34 @@ def convolved(x, taps, tap_stride, weight, channel, mask, CHANNELS, WIDTH: tl.co
         column = load32(taps + j * tap_stride + channel, mask)
         total += column * load32(weight + j * CHANNELS + channel, mask)
     return silu(total)
+
+
+@triton.jit
+def convolved_by_log(
+    x, window, log_conv, count, weight, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The same by a log; the newest earlier columns are the log's, the rest the base's.
+
+    Column j of the WIDTH - 1 before the token is column count + j of (window, then log).
+    """
+    total = load32(x + channel, mask) * load32(weight + (WIDTH - 1) * CHANNELS + channel, mask)
+    for j in tl.static_range(WIDTH - 1):
+        behind = count + j - (WIDTH - 1)
+        of_base = load32(window + (count + j) * CHANNELS + channel, mask & (behind < 0))
+        of_log = load32(log_conv + behind * CHANNELS + channel, mask & (behind >= 0))
+        column = of_base + of_log
+        total += column * load32(weight + j * CHANNELS + channel, mask)
+    return silu(total)
+
+
+@triton.jit
+def shift_(window, x, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The window moves on by one column, by the program that has read it."""
+    tl.debug_barrier()  # a channel may be read by other threads than the one that writes it
+    for j in tl.static_range(WIDTH - 2):
+        later = load32(window + (j + 1) * CHANNELS + channel, mask)
+        store(window + j * CHANNELS + channel, later, mask)
+    store(window + (WIDTH - 2) * CHANNELS + channel, load32(x + channel, mask), mask)
 
 
 @triton.jit
