@@ -7,8 +7,8 @@ Invariants:
 - A launch waits for nothing and allocates nothing: safe inside a CUDA graph.
 - Kernels take pool tensors and device index tensors; grids follow from padded sizes, never from
   values on the device.
-- A slot, row, layer or token number is made int64 before it is multiplied: pools have more than 2^31
-  elements (``test_large_pools.py``). Offsets inside of one slot or row are int32.
+- A slot, row, layer or token number is made int64 before it is multiplied: pools have more than
+  2^31 elements (``test_large_pools.py``). Offsets inside of one slot or row are int32.
 Read next: ``triton_table.py``, ``gated_delta_net/triton.py``.
 """
 # mypy: ignore-errors

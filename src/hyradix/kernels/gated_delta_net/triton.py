@@ -7,8 +7,8 @@ Invariants:
 - States and windows change at the rows' slots only; slots differ (the sink apart).
 - State and sums are float32; the projection and the output have the activations' type.
 - A window is written by the last program of its key head, after all of them have read it.
-- A state's block is the first thing that a program asks for and the last that it writes: all else is
-  done while it comes.
+- A state's block is the first thing that a program asks for and the last that it writes: all else
+  is done while it comes.
 Read next: ``triton_parts.py``; ``reference.py`` is the readable twin.
 """
 # mypy: ignore-errors

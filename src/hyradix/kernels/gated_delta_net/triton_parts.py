@@ -4,10 +4,10 @@ Owns: ``PackedMixer``, ``StepScratch`` and the device functions before and after
 Does not know: states, logs, who owns a slot.
 
 Invariants:
-- A program is one (row, value head, block of its columns). Where a block is a whole head the program
-  norms what it made. Where it is a part, the outputs go through ``StepScratch.o``, and the last
-  program of a key head to arrive norms those of its value heads. A counter per (row, key head) finds
-  the last; it leaves the counter at 0 for the next layer.
+- A program is one (row, value head, block of its columns). Where a block is a whole head, the
+  program norms what it made. Where it is a part, outputs go through ``StepScratch.o``, and the last
+  program of a key head to arrive norms those of its value heads. A counter per (row, key head)
+  finds the last, which leaves it at 0 for the next layer.
 - Rows of the sink (slot 0) are padding: their output is zeros, no state is touched.
 Read next: ``triton.py`` (in place), ``triton_log.py`` (with a log).
 """
