@@ -23,12 +23,17 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """A recurrent step: columns of d_v at a time, programs per (row, key head), warps, prefetch."""
+    """A recurrent step: columns of d_v of a program, and its warps.
+
+    streams: states are read, and written, as what nobody needs again soon. is_fused: one launch for
+    convolution, recurrence and norm, where a family has it; else a launch each.
+    """
 
     block_v: int
-    splits: int
     num_warps: int = 1
-    stages: int = 2
+    max_registers: int = 0
+    streams: bool = False
+    is_fused: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +107,8 @@ class ExpertConfig:
 Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
-_STEP: dict[str, Rows[StepConfig]] = {
-    "default": (
-        (1, StepConfig(16, 16)),
-        (8, StepConfig(16, 8)),
-        (32, StepConfig(16, 4)),
-        (64, StepConfig(16, 2)),
-        (192, StepConfig(16, 1)),
-    ),
-}
-_STEP_LOG: dict[str, Rows[StepConfig]] = {
-    "default": (
-        (1, StepConfig(16, 16)),
-        (8, StepConfig(16, 8)),
-        (32, StepConfig(16, 4)),
-        (64, StepConfig(16, 2)),
-        (192, StepConfig(16, 1)),
-    ),
-}
+_STEP: dict[str, Rows[StepConfig]] = {"default": ((1, StepConfig(128, 8)),)}
+_STEP_LOG: dict[str, Rows[StepConfig]] = {"default": ((1, StepConfig(128, 8)),)}
 _FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
