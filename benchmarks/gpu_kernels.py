@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from benchmarks.figures import save  # noqa: E402
 from benchmarks.gpu.bench import BANDWIDTH, Bench, time_bench  # noqa: E402
 
-SECTIONS = ("recurrent", "keeping", "attention", "dense", "rules", "prefill")
+SECTIONS = ("recurrent", "keeping", "attention", "dense", "rules", "prefill", "families")
 
 
 def main() -> int:

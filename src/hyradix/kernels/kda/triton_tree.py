@@ -45,9 +45,7 @@ class KdaTreeScratch(TreeScratch):
         super().__init__(max_tokens, num_heads, num_heads, k_dim, v_dim, device)
         self.mixed = torch.empty(max_tokens, num_heads * (2 * k_dim + v_dim), device=device)
         self.g = torch.empty(max_tokens, num_heads, k_dim, device=device)
-        self.channels = ChannelScratch(
-            max_trees, num_nodes, num_log_rows, num_heads, k_dim, device
-        )
+        self.channels = ChannelScratch(max_trees, num_nodes, num_log_rows, num_heads, k_dim, device)
 
 
 def mix_trees_(

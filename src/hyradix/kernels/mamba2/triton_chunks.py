@@ -132,28 +132,29 @@ def _pass_kernel(
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)
         save = tl.load(table + 3 * chunk + 2).to(tl.int64)
-        is_token, token = c < count, first + c
+        is_token = c < count
         in_columns = is_token[:, None] & in_v[None, :]
         tokens_upper = is_token[:, None] & in_upper[None, :]
         tokens_lower = is_token[:, None] & in_lower[None, :]
-        g = load32(all_g + token * HV + head, is_token).to(tl.float64)
+        row = first * HV + head  # of the chunk's first token; 32 bits from there on
+        g = load32(all_g + row + c * HV, is_token).to(tl.float64)
         sums = tl.cumsum(g, 0)
         whole = tl.sum(g, 0)
-        q_place = mixed + token[:, None] * CHANNELS + group * DK + d[None, :]
-        k_place = q_place + HK * DK
-        u_place = mixed + token[:, None] * CHANNELS + 2 * HK * DK + head * DV + column[None, :]
-        dt = load32(all_dt + token * HV + head, is_token)
-        u = load32(u_place, in_columns) * dt[:, None]
+        x = mixed + first * CHANNELS
+        q_place = x + group * DK + (c * CHANNELS)[:, None] + d[None, :]
+        k_place = x + (HK + group) * DK + (c * CHANNELS)[:, None] + d[None, :]
+        u_place = x + 2 * HK * DK + head * DV + (c * CHANNELS)[:, None] + column[None, :]
+        u = load32(u_place, in_columns) * load32(all_dt + row + c * HV, is_token)[:, None]
         o = tl.dot(load32(q_place, tokens_upper), upper, input_precision="tf32")
         o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision="tf32")
         o *= tl.exp(sums.to(tl.float32))[:, None]
-        is_earlier = c[:, None] >= c[None, :]
-        ratio = tl.where(is_earlier, sums[:, None] - sums[None, :], float("-inf"))
-        products = all_products + (token * HK + group)[:, None] * C + c[None, :]
-        products = load32(products, is_token[:, None]) * tl.exp(ratio.to(tl.float32))
+        ratio = sums[:, None] - sums[None, :]
+        ratio = tl.where(c[:, None] >= c[None, :], ratio, float("-inf")).to(tl.float32)
+        products = all_products + (first * HK + group) * C + (c * (HK * C))[:, None] + c[None, :]
+        products = load32(products, is_token[:, None]) * tl.exp(ratio)
         o = tl.dot(products, u, o, input_precision="tf32")
-        row = (token * HV + head)[:, None]
-        tl.store(all_o + row * DV + column[None, :], o, mask=in_columns)
+        o_place = all_o + row * DV + (c * (HV * DV))[:, None] + column[None, :]
+        tl.store(o_place, o, mask=in_columns)
         u *= tl.exp((whole - sums).to(tl.float32))[:, None]
         kept = tl.exp(whole.to(tl.float32))
         k = tl.trans(load32(k_place, tokens_upper))
