@@ -72,7 +72,7 @@ def test_kda(device, decay, beta):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("shape", [(1, 3, 20, 18), (2, 4, 33, 5)])
+@pytest.mark.parametrize("shape", [(1, 3, 20, 18), (2, 4, 33, 5), (1, 2, 150, 7)])
 def test_mamba2(device, decay, shape):
     torch.manual_seed(0)
     total, (hk, hv, dk, dv) = sum(LENGTHS), shape

@@ -26,6 +26,8 @@ from hyradix.kernels.kda.triton_solve import KdaChunkScratch, solve_
 from hyradix.kernels.triton_support import launch, load32, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, kda_chunk_config
 
+__all__ = ["KdaChunkScratch", "chunked_"]
+
 
 def chunked_(
     chunks: Chunks,

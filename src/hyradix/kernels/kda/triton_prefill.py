@@ -15,8 +15,7 @@ import torch
 from hyradix.kernels.causal_conv.triton_ragged import conv_ragged_, move_windows_
 from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.kda.triton import DeviceKda, finish_, gates_
-from hyradix.kernels.kda.triton_chunks import chunked_
-from hyradix.kernels.kda.triton_solve import KdaChunkScratch
+from hyradix.kernels.kda.triton_chunks import KdaChunkScratch, chunked_
 from hyradix.kernels.triton_table import ChunkConfig
 
 
