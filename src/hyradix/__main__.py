@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyradix.server.cli import main
+from hyradix.command import main
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -136,3 +138,19 @@ def test_command_line_does_not_load_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": os.pathsep.join(sys.path)}
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.3, 0.6])
+def test_interrupt_while_loading_says_nothing(after_s: float) -> None:
+    """Ctrl-C goes to the whole process group, as a terminal sends it."""
+    command = [sys.executable, "-m", "hyradix", "serve", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (0, 130)  # 0: it was already waiting for signals
+    assert "Traceback" not in errors

@@ -80,6 +80,25 @@ class LinearConfig:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProductConfig:
+    """One product of experts: outputs per program (of gates and of ups), inputs at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Both products of a mixture of experts: pairs (token, choice) of one expert at a time."""
+
+    block_m: int
+    up: ProductConfig
+    down: ProductConfig
+
+
 Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
@@ -114,6 +133,21 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
         (1, LinearConfig(16, 512, 4, 4)),
         (8_192, LinearConfig(32, 256, 4, 4)),
         (65_536, LinearConfig(64, 128, 4, 4)),
+    ),
+}
+_EXPERTS: dict[str, Rows[ExpertConfig]] = {  # by pairs per 16 experts
+    "default": (
+        (0, ExpertConfig(16, ProductConfig(32, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (8, ExpertConfig(16, ProductConfig(64, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (160, ExpertConfig(32, ProductConfig(64, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
+        (512, ExpertConfig(64, ProductConfig(64, 64, 4, 4), ProductConfig(128, 64, 4, 4))),
+        (1_280, ExpertConfig(128, ProductConfig(128, 64, 8, 3), ProductConfig(256, 64, 8, 3))),
+    ),
+}
+_EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are float32
+    "default": (
+        (0, ExpertConfig(16, ProductConfig(32, 64, 4, 3), ProductConfig(64, 64, 4, 3))),
+        (512, ExpertConfig(32, ProductConfig(32, 32, 4, 3), ProductConfig(64, 32, 4, 3))),
     ),
 }
 _CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
@@ -158,18 +192,31 @@ def linear_config(device: torch.device, outputs: int) -> LinearConfig:
     return _choose(_LINEAR, device, outputs)
 
 
+def expert_config(
+    device: torch.device, *, pairs: int, num_experts: int, itemsize: int
+) -> ExpertConfig:
+    """For so many (token, choice) pairs over all experts of a layer; itemsize: of the weights."""
+    return _choose(_EXPERTS if itemsize == 2 else _EXPERTS_32, device, 16 * pairs // num_experts)
+
+
 def attend_config(
-    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool
+    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool, itemsize: int = 4
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
-    Splits fill the device about three times over, no more than 64 parts.
+    Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
+    number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
+    than 32 heads of one KV head where it is 4. Keys come by a table of slots, so one tile is on its
+    way with 3 or 4 stages, two with 5.
     """
     wide = dim > 256
-    if not can_split and rows > 64:
-        return AttendConfig(32, 32, 1, 8, 2) if wide else _LONG[dim > 128]
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
-    block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
+    most = 32 if wide and itemsize > 2 else 64
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else most
+    if not can_split and rows > 64 and not wide:
+        return _LONG[dim > 128]
+    block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
+    if wide:
+        warps, stages = 8, 2 if itemsize > 2 else 5 if block_m <= 32 else 3
     wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
     return AttendConfig(block_m, block_n, splits, warps, stages)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.activation import reference as swiglu_reference
-from hyradix.kernels.activation.triton import swiglu
+from hyradix.kernels.activation.triton import activate
 from hyradix.kernels.embedding import reference as embedding_reference
 from hyradix.kernels.embedding.triton import embed
 from hyradix.kernels.linear.triton import few_rows_linear
@@ -75,10 +75,12 @@ def test_gated_norms(device):
         assert error(out, value) < 6e-3
 
 
-def test_swiglu_and_embedding(device):
-    x = normal(3, 2 * 1100)
-    out = poisoned(3, 1100, device=device)
-    assert error(swiglu(x.to(device), out), swiglu_reference.swiglu(x.double())) < 6e-3
+def test_activations_and_embedding(device):
+    for kind, width in (("swiglu", 2 * 1100), ("relu2", 1100)):
+        x = normal(3, width)
+        out = poisoned(3, 1100, device=device)
+        expected = swiglu_reference.activate(x.double(), kind)
+        assert error(activate(x.to(device), kind, out), expected) < 6e-3
     weight, ids = normal(7, 1030), torch.tensor([6, 0, 3], dtype=torch.int32)
     rows = poisoned(3, 1030, device=device, dtype=torch.float32)
     embed(weight.to(device), ids.to(device), rows)

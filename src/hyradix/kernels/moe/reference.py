@@ -109,4 +109,4 @@ def experts(
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(x.to(weight.dtype), weight).float()
+    return F.linear(x.to(weight.dtype), weight).to(x.dtype)
