@@ -36,7 +36,9 @@ import torch  # noqa: E402
 from benchmarks.figures import save  # noqa: E402
 from benchmarks.gpu.bench import BANDWIDTH, Bench, time_bench  # noqa: E402
 
-SECTIONS = ("recurrent", "keeping", "attention", "dense", "rules", "prefill", "experts")
+SECTIONS = (
+    "recurrent", "keeping", "attention", "dense", "rules", "prefill", "families", "experts",
+)  # fmt: skip
 
 
 def main() -> int:
