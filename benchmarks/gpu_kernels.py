@@ -4,8 +4,13 @@
 
 First a process per section compiles and checks (their kernels land in Triton's cache), then this
 process times by graph replay, one bench after the other, until ``--budget`` seconds are over.
-Exit status 1 where a check failed. ``--tune`` times the candidates of the static table too (longer:
-give it a budget and an ``--only``). ``--compile-only`` needs no device: it compiles for sm_90 and
+Exit status 1 where a check failed. ``--tune`` times the candidates of the static table too, and
+prints the rows that won: for the decode steps, in about two minutes,
+
+    PYTHONPATH=src python benchmarks/gpu_kernels.py --tune --only recurrent --match "gdn step" \\
+        --no-check --budget 200
+
+``--compile-only`` needs no device: it compiles for sm_90 and
 prints registers, spills and shared memory.
 """
 
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +36,9 @@ import torch  # noqa: E402
 from benchmarks.figures import save  # noqa: E402
 from benchmarks.gpu.bench import BANDWIDTH, Bench, time_bench  # noqa: E402
 
-SECTIONS = ("recurrent", "keeping", "attention", "dense", "rules", "prefill", "experts")
+SECTIONS = (
+    "recurrent", "keeping", "attention", "dense", "rules", "prefill", "families", "experts",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -46,11 +54,13 @@ def main() -> int:
     for x in failed:
         print(f"FAILED {x['name']}: {x['error']}", flush=True)
     print(f"{len(checks)} checks, {len(failed)} failed, {time.monotonic() - started:.0f} s")
+    if options.tune:
+        print(winners(timings), flush=True)
     if options.json:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         figures = {"gpu": device, "checks": checks, "timings": timings}
         save(options.json, figures)
-    return 1 if failed or not checks else 0
+    return 1 if failed or not (checks or options.no_check) else 0
 
 
 def _options() -> argparse.Namespace:
@@ -61,8 +71,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=140.0, help="seconds, compiling included")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -78,19 +90,22 @@ def _benches(name: str, options: argparse.Namespace, device: torch.device) -> li
 
 
 def _run_workers(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Checks of all sections, each in a process that also compiles what will be timed."""
-    arguments = [x for x in sys.argv[1:] if x != "--compile-only"]
+    """Checks of all sections, each in a process that also compiles what will be timed.
+
+    With ``--tune`` several processes share a section's kernels; the first does the checks.
+    """
     workers = {
-        name: subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--worker", name],
+        (name, part): subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], "--worker", name, "--part", str(part)],
             stdout=subprocess.PIPE,
             text=True,
         )
         for name in _sections(options)
+        for part in range(_parts(options))
     }
     checks: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.budget
-    for name, worker in workers.items():
+    for (name, _), worker in workers.items():
         try:
             output, _ = worker.communicate(timeout=max(deadline - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:
@@ -103,18 +118,35 @@ def _run_workers(options: argparse.Namespace) -> list[dict[str, Any]]:
     return checks
 
 
+def _parts(options: argparse.Namespace) -> int:
+    """Processes of a section: as many as the machine compiles at once."""
+    if not options.tune:
+        return 1
+    return max(1, min(8, ((os.cpu_count() or 1) - 1) // len(_sections(options))))
+
+
+def _to_compile(options: argparse.Namespace, device: torch.device) -> list[Bench]:
+    """One bench for each kernel and candidate that is this worker's; batches share a kernel."""
+    first: dict[tuple[str, str], Bench] = {}
+    for bench in _benches(options.worker, options, device):
+        key = (bench.name, str(bench.config)) if options.tune else (bench.name, str(len(first)))
+        first.setdefault(key, bench)
+    return list(first.values())[options.part :: _parts(options)]
+
+
 def _worker(options: argparse.Namespace) -> int:
     """Print the checks, one JSON object a line; run every bench once, on one input set."""
     device, status = torch.device("cuda"), 0
     section = import_module(f"benchmarks.gpu.{options.worker}")
+    has_checks = options.part == 0 and not options.no_check
     try:
-        for check in section.checks(device):
+        for check in section.checks(device) if has_checks else ():
             found = {"name": check.name, "error": check.error, "limit": check.limit}
             print(json.dumps({**found, "ok": check.is_ok}), flush=True)
     except Exception:
         traceback.print_exc()
         status = 1
-    for bench in [] if options.check_only else _benches(options.worker, options, device):
+    for bench in [] if options.check_only else _to_compile(options, device):
         try:
             bench.build(1)[0]()
             torch.cuda.synchronize()
@@ -154,10 +186,36 @@ def _time(options: argparse.Namespace, started: float) -> list[dict[str, Any]]:
                 {
                     "name": bench.name, "batch": bench.batch, "us": seconds * 1e6,
                     "bytes": bench.num_bytes, "share": share, "flops": bench.flops,
-                    "note": bench.note,
+                    "note": bench.note, "config": str(bench.config or ""),
                 }
             )  # fmt: skip
     return results
+
+
+def winners(timings: list[dict[str, Any]]) -> str:
+    """Rows for the static table: by bench, the candidates that were fastest, from which batch on.
+
+    A candidate stays on while it is within 2 % of the fastest, so that rows are few.
+    """
+    by_name: dict[str, dict[int, dict[str, float]]] = {}
+    for x in timings:
+        if x.get("us"):
+            by_name.setdefault(x["name"], {}).setdefault(x["batch"], {})[x["config"]] = x["us"]
+    lines = []
+    for name, batches in by_name.items():
+        rows: list[str] = []
+        kept = ""
+        for batch, found in sorted(batches.items()):
+            candidates = {config: us for config, us in found.items() if config}
+            if not candidates:
+                continue
+            best = min(candidates, key=lambda config: candidates[config])
+            if candidates.get(kept, float("inf")) > 1.02 * candidates[best]:
+                kept = best
+                rows.append(f"        ({batch}, {best}),")
+            rows[-1] += f"  # {batch}: {candidates[kept]:.1f} us, table {found.get('', 0.0):.1f}"
+        lines += [f"{name}:", *rows] if rows else []
+    return "\n".join(lines)
 
 
 def _compile_only(options: argparse.Namespace) -> int:

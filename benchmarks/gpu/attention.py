@@ -95,7 +95,7 @@ def _config(heads: Heads, rows: int, count: int, device: torch.device) -> tuple[
     in_block = group * min(count, 64)
     config = attend_config(
         device, rows=in_block, programs=rows * heads.kv * math.ceil(in_block / 64),
-        dim=heads.dim, can_split=count <= 64,
+        dim=heads.dim, can_split=count <= 64, itemsize=2,
     )  # fmt: skip
     return config, tokens_per_block(config, group)
 
@@ -105,7 +105,7 @@ def _check(name: str, case: AttentionCase, can_split: bool, device: torch.device
     rows = group * (min(case.counts) if can_split else 256)
     config = attend_config(
         device, rows=rows, programs=len(case.starts) * case.kv_heads, dim=case.dim,
-        can_split=can_split,
+        can_split=can_split, itemsize=2,
     )  # fmt: skip
     total = sum(case.counts)
     scratch = AttendScratch(64 * total, case.heads, case.v_dim, device)
@@ -116,7 +116,7 @@ def _check(name: str, case: AttentionCase, can_split: bool, device: torch.device
     scale = case.dim**-0.5
     attend(
         case.q.to(device), case.queries(config, device), k, v, scale, config, scratch, out,
-        gate=case.gate.to(device),
+        gate=case.gate.to(device), is_view=case.is_latent,
     )  # fmt: skip
     return Check(name, error(out, case.expected(scale, has_gate=True)), 1e-2)
 
@@ -189,7 +189,9 @@ def _bench(
             v = k[..., : heads.v_dim] if heads.is_latent else torch.randn_like(k)
             q = torch.randn(total, heads.q, heads.dim, device=device, dtype=BFLOAT16)
             scale = heads.dim**-0.5
-            return lambda: attend(q, queries, k, v, scale, chosen, scratch, out, gate=gate)
+            return lambda: attend(
+                q, queries, k, v, scale, chosen, scratch, out, gate=gate, is_view=heads.is_latent
+            )
 
         return [call() for _ in range(sets)]
 

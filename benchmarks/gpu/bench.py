@@ -19,6 +19,7 @@ Call = Callable[[], object]
 BANDWIDTH = 4.28e12
 """Copy on one H200, bytes read and written a second (PERFORMANCE.md, section 4)."""
 BATCHES = (1, 8, 64, 256)
+TUNED = (1, 8, 16, 32, 64, 128, 256)
 _COLD_BYTES = 256 << 20
 _BENCH_S = 0.05
 
@@ -46,6 +47,8 @@ class Bench:
     build: Callable[[int], list[Call]]
     flops: int = 0
     note: str = ""
+    config: object = None
+    """A candidate of ``--tune``; None: what the table says."""
 
     @property
     def num_sets(self) -> int:

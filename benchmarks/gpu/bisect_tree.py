@@ -4,7 +4,9 @@
 
 Needs a GPU, under a minute of it. A process builds one case of ``CASES``, waits after each launch
 and compares nothing: it says which kernel ended in an error, or that all ran. What was seen: trees
-of 64 nodes ended in an illegal memory access with 8 warps; interpreted, no access leaves its tensor.
+of 64 nodes ended in an illegal memory access with 8 warps; interpreted, no access leaves its
+tensor, and no shared address of the compiled kernel (PTX) leaves its allocation. What is suspected:
+warp group products of small tiles, which trees of up to 32 nodes do not use.
 """
 
 from __future__ import annotations

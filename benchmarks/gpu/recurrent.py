@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, TUNED, Bench, Call, Check
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
 from hyradix.kernels.gated_delta_net.tree_reference import mix_trees
 from hyradix.kernels.gated_delta_net.triton import step_
@@ -36,22 +36,27 @@ B4 = MixerShape(16, 32, 128, 128)
 SHAPES = (MixerShape(3, 6, 40, 72, 4), MixerShape(1, 2, 33, 17, 3), B4)
 R, LOGGED = 16, 8
 BFLOAT16 = torch.bfloat16
+CHECKED = (None, StepConfig(64, 4, 128, True), StepConfig(64, 4, is_fused=False))
 
 
 def checks(device: torch.device) -> Iterator[Check]:
     for shape in SHAPES:
         name = f"{shape.hk}/{shape.hv} heads of {shape.dk}x{shape.dv}"
-        yield from _check_step(shape, name, device)
-        yield from _check_log(shape, name, device)
+        for config in CHECKED if shape == B4 else CHECKED[:1]:
+            of_config = name if config is None else f"{name}, {config}"
+            yield from _check_step(shape, of_config, config, device)
+            yield from _check_log(shape, of_config, config, device)
         yield from _check_trees(shape, name, device)
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
-    for batch in BATCHES:
-        configs: list[StepConfig | None] = [None]
-        if tune:
-            configs += [StepConfig(16, s, w, n) for s in (1, 4) for w, n in ((1, 1), (1, 3))]
-            configs += [StepConfig(32, s, 2, n) for s in (1, 4) for n in (1, 2)]
+    configs: list[StepConfig | None] = [None]
+    if tune:
+        shapes = ((16, 1, 0), (32, 2, 0), (64, 4, 0), (64, 4, 128), (128, 8, 0), (128, 8, 128))
+        configs += [StepConfig(*shape, streams=s) for shape in shapes for s in (False, True)]
+        shapes = ((16, 1, 0), (32, 2, 0), (64, 4, 0), (64, 4, 128), (128, 8, 128))
+        configs += [StepConfig(*shape, streams=True, is_fused=False) for shape in shapes]
+    for batch in TUNED if tune else BATCHES:
         for config in configs:
             yield _bench_step(batch, config, device)
             yield _bench_log(batch, config, device)
@@ -59,12 +64,15 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
         for nodes in (4, 16, 64):
             verify: list[VerifyConfig | None] = [None]
             if tune:
-                verify += [VerifyConfig(v, w, k) for v, w, k in ((32, 4, 16), (16, 2, 16))]
+                verify += [VerifyConfig(v, w, k) for v, w, k in ((16, 1, 16), (16, 2, 16))]
+                verify += [VerifyConfig(32, 4, 16)] if nodes <= 32 else []
             for tree_config in verify:
                 yield bench_trees(batch, nodes, tree_config, device)
 
 
-def _check_step(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
+def _check_step(
+    shape: MixerShape, name: str, config: StepConfig | None, device: torch.device
+) -> Iterator[Check]:
     case = MixerCase(shape, 5, device, dtype=BFLOAT16)
     conv, state = case.conv.clone().to(device), case.state.clone().to(device)
     out = torch.full((5, shape.hv * shape.dv), NAN, dtype=BFLOAT16, device=device)
@@ -72,7 +80,7 @@ def _check_step(shape: MixerShape, name: str, device: torch.device) -> Iterator[
     for _ in range(3):
         step_(
             case.projected.to(device), case.packed, case.slots.to(device), conv, state,
-            case.scratch, out,
+            case.scratch, out, config=config,
         )  # fmt: skip
         expected = mixed(case, expected_conv, expected_state)
     slots = case.slots[case.slots > 0].long()
@@ -82,7 +90,9 @@ def _check_step(shape: MixerShape, name: str, device: torch.device) -> Iterator[
     yield Check(f"step, {name}: windows", 0.0 if same else 1.0, 0.0)
 
 
-def _check_log(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
+def _check_log(
+    shape: MixerShape, name: str, config: StepConfig | None, device: torch.device
+) -> Iterator[Check]:
     case = MixerCase(shape, 5, device, dtype=BFLOAT16, num_log_rows=R)
     counts = torch.tensor([0, 3, 15, 8, 1])
     log = case.log(counts)
@@ -91,7 +101,7 @@ def _check_log(shape: MixerShape, name: str, device: torch.device) -> Iterator[C
     log_step_(
         case.projected.to(device), case.packed, case.slots.to(device), case.log_rows.to(device),
         counts.int().to(device), case.conv.to(device), case.state.to(device), ours, case.scratch,
-        out,
+        out, config=config,
     )  # fmt: skip
     conv, state = folded_pools(case, log, counts)
     yield Check(f"log step, {name}", error(out, mixed(case, conv, state)), 1e-2)
@@ -179,7 +189,7 @@ class _Layers:
         self.projected = normal(sets, tokens, s.projected, dtype=BFLOAT16)
         self.slots = torch.arange(1, batch + 1, dtype=torch.int32).to(device)
         self.counts = torch.full((batch,), LOGGED, dtype=torch.int32).to(device)
-        self.scratch = StepScratch(batch, s.hk, s.hv, s.dv, device)
+        self.scratch = StepScratch(batch, s.hk, s.hv, s.dv, device, k_dim=s.dk)
         self.out = torch.empty(tokens, s.hv * s.dv, dtype=BFLOAT16, device=device)
         rows = R + nodes
         k = normal(sets, batch + 1, rows, s.hk, s.dk) * s.dk**-0.5
@@ -213,7 +223,7 @@ def _bench_step(batch: int, config: StepConfig | None, device: torch.device) -> 
         return [call(i) for i in range(sets)]
 
     num_bytes = batch * (2 * _STATE + 2 * (B4.width - 1) * B4.channels * 2 + _TOKEN)
-    return Bench("gdn step in place", batch, num_bytes, build, note=_label(config))
+    return Bench("gdn step in place", batch, num_bytes, build, note=_label(config), config=config)
 
 
 def _bench_log(batch: int, config: StepConfig | None, device: torch.device) -> Bench:
@@ -229,7 +239,9 @@ def _bench_log(batch: int, config: StepConfig | None, device: torch.device) -> B
         return [call(i) for i in range(sets)]
 
     num_bytes = batch * (_STATE + (LOGGED + 1) * _LOG_ROW + _TOKEN)
-    return Bench(f"gdn step, log of {LOGGED}", batch, num_bytes, build, note=_label(config))
+    return Bench(
+        f"gdn step, log of {LOGGED}", batch, num_bytes, build, note=_label(config), config=config
+    )
 
 
 def bench_trees(batch: int, nodes: int, config: VerifyConfig | None, device: torch.device) -> Bench:
@@ -256,7 +268,9 @@ def bench_trees(batch: int, nodes: int, config: VerifyConfig | None, device: tor
         return [call(i) for i in range(sets)]
 
     num_bytes = batch * (_STATE + (LOGGED + nodes) * _LOG_ROW + nodes * _TOKEN)
-    return Bench(f"gdn tree of {nodes}", batch, num_bytes, build, note=_label(config))
+    return Bench(
+        f"gdn tree of {nodes}", batch, num_bytes, build, note=_label(config), config=config
+    )
 
 
 def _label(config: object) -> str:

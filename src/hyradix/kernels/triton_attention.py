@@ -37,7 +37,7 @@ class AttentionOps(DenseOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        self._batches = Batches(device)
+        self._batches = Batches(device, dtype.itemsize)
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:

@@ -56,10 +56,14 @@ class TreeTokens:
 
 
 class Batches:
-    """Conversions to ``device``, each remembered until another step's comes."""
+    """Conversions to ``device``, each remembered until another step's comes.
 
-    def __init__(self, device: torch.device) -> None:
+    itemsize: bytes of a number of the KV pools.
+    """
+
+    def __init__(self, device: torch.device, itemsize: int) -> None:
         self._device = device
+        self._itemsize = itemsize
         self._last: dict[Any, tuple[Any, Any]] = {}
 
     def _once(self, kind: Any, source: Any, make: Callable[[], Any]) -> Any:
@@ -96,7 +100,9 @@ class Batches:
         forms: TokenForms = self._once(
             (heads, kv_heads, dim),
             batch,
-            lambda: host_tokens(batch, heads // kv_heads, kv_heads, dim, self._device),
+            lambda: host_tokens(
+                batch, heads // kv_heads, kv_heads, dim, self._itemsize, self._device
+            ),
         )
         return forms
 

@@ -44,7 +44,7 @@ class DenseOps:
         self._scratch = Scratch(device)
         self._top_k = 0  # of the routing that was packed last; its experts follow
         if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = False
+            _sum_in_float32()
 
     def pack_embedding(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.device)
@@ -143,6 +143,16 @@ class DenseOps:
     ) -> ExpertScratch:
         capacity = min(capacity, MAX_EXPERT_TOKENS)
         return ExpertScratch(capacity, top_k, count, hidden, width, device, self.dtype)
+
+
+def _sum_in_float32() -> None:
+    """Torch's own products on a GPU: float32 as it is, partial sums of bfloat16 in float32."""
+    matmul: Any = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    if hasattr(matmul, "fp32_precision"):
+        matmul.fp32_precision = "ieee"
+    else:  # the name before torch 2.9
+        matmul.allow_tf32 = False
 
 
 def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:

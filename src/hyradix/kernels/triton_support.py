@@ -23,11 +23,20 @@ import triton.language as tl
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 1
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    max_registers: int = 0,
 ) -> None:
-    """Start ``kernel`` with ``args`` in the order of its parameters, constants last."""
+    """Start ``kernel`` with ``args`` in the order of its parameters, constants last.
+
+    max_registers: of a thread, where more programs on a multiprocessor are worth it; 0: no limit.
+    """
+    options = {"maxnreg": max_registers} if max_registers else {}
     if 0 not in grid:
-        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def power_of_two(n: int, *, least: int = 1) -> int:
@@ -75,3 +84,20 @@ def load32(pointer, mask):
 def store(pointer, value, mask):
     """``value`` in the type that the pointer has."""
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_state(pointer, mask, STREAMS: tl.constexpr):
+    """Float32 of a state; STREAMS: the caches need not keep it."""
+    if STREAMS:
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_state(pointer, value, mask, STREAMS: tl.constexpr):
+    """The same in the other direction."""
+    if STREAMS:
+        tl.store(pointer, value, mask=mask, eviction_policy="evict_first")
+    else:
+        tl.store(pointer, value, mask=mask)

@@ -23,12 +23,17 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """A recurrent step: columns of d_v at a time, programs per (row, key head), warps, prefetch."""
+    """A recurrent step: columns of d_v of a program, and its warps.
+
+    streams: states are read, and written, as what nobody needs again soon. is_fused: one launch for
+    convolution, recurrence and norm, where a family has it; else a launch each.
+    """
 
     block_v: int
-    splits: int
     num_warps: int = 1
-    stages: int = 2
+    max_registers: int = 0
+    streams: bool = False
+    is_fused: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +107,8 @@ class ExpertConfig:
 Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
-_STEP: dict[str, Rows[StepConfig]] = {
-    "default": (
-        (1, StepConfig(16, 16)),
-        (8, StepConfig(16, 8)),
-        (32, StepConfig(16, 4)),
-        (64, StepConfig(16, 2)),
-        (192, StepConfig(16, 1)),
-    ),
-}
-_STEP_LOG: dict[str, Rows[StepConfig]] = {
-    "default": (
-        (1, StepConfig(16, 16)),
-        (8, StepConfig(16, 8)),
-        (32, StepConfig(16, 4)),
-        (64, StepConfig(16, 2)),
-        (192, StepConfig(16, 1)),
-    ),
-}
+_STEP: dict[str, Rows[StepConfig]] = {"default": ((1, StepConfig(128, 8)),)}
+_STEP_LOG: dict[str, Rows[StepConfig]] = {"default": ((1, StepConfig(128, 8)),)}
 _FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
@@ -208,14 +197,17 @@ def attend_config(
 
     Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
     number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
-    than 32 heads of one KV head where it is 4.
+    than 32 heads of one KV head where it is 4. Keys come by a table of slots, so one tile is on its
+    way with 3 or 4 stages, two with 5.
     """
     wide = dim > 256
     most = 32 if wide and itemsize > 2 else 64
-    if not can_split and rows > 64:
-        return AttendConfig(most, 32, 1, 8, 2) if wide else _LONG[dim > 128]
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else most
-    block_n, warps, stages = (32, 8, 2) if wide else (64 if dim <= 128 else 32, 4, 3)
+    if not can_split and rows > 64 and not wide:
+        return _LONG[dim > 128]
+    block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
+    if wide:
+        warps, stages = 8, 2 if itemsize > 2 else 5 if block_m <= 32 else 3
     wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
     return AttendConfig(block_m, block_n, splits, warps, stages)

@@ -43,7 +43,7 @@ class TokenForms:
 
 
 def host_tokens(
-    batch: RaggedQueries, group: int, kv_heads: int, dim: int, device: torch.device
+    batch: RaggedQueries, group: int, kv_heads: int, dim: int, itemsize: int, device: torch.device
 ) -> TokenForms:
     """For layers with ``group`` query heads to each of ``kv_heads`` heads of ``dim`` numbers."""
     counts, starts, table = np.diff(batch.cu_seqlens), batch.starts, _compact_table(batch)
@@ -62,7 +62,7 @@ def host_tokens(
         is_tree = first >= num_plain
         config = attend_config(
             device, rows=longest * group, programs=(last - first) * kv_heads, dim=dim,
-            can_split=longest <= SHORT or is_tree,
+            can_split=longest <= SHORT or is_tree, itemsize=itemsize,
         )  # fmt: skip
         offsets = batch.cu_seqlens[first : last + 1] - np.int32(begin)
         queries = DeviceQueries(

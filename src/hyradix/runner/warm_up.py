@@ -154,7 +154,7 @@ class Rehearsal:
         return ForwardContext(prepared.states, prepared.queries, self._parts.pools.memory)
 
     def _finish(self, hidden: Array) -> Array:
-        self._model.logits(hidden).argmax(dim=-1)
+        self._model.logits(hidden).argmax(dim=-1).cpu()  # a device has then done all of it
         return hidden
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-import numpy as np
 import torch
 
 from hyradix.kernels.device_forms import DeviceStates
@@ -15,7 +15,7 @@ from hyradix.kernels.kda import tree_reference as kda_trees
 from hyradix.kernels.kda import triton_prefill as kda_prefill
 from hyradix.kernels.kda import triton_tree as kda_tree
 from hyradix.kernels.kda.triton import DeviceKda
-from hyradix.kernels.kda.triton_chunks import KdaChunkScratch
+from hyradix.kernels.kda.triton_solve import KdaChunkScratch
 from hyradix.kernels.mamba2 import reference as mamba2_reference
 from hyradix.kernels.mamba2 import tree_reference as mamba2_trees
 from hyradix.kernels.mamba2 import triton_prefill as mamba2_prefill
@@ -39,26 +39,6 @@ def wide(weights):
     )
 
 
-@dataclass(frozen=True)
-class Family:
-    """``sizes``: widths of what a token brings. The calls take those, then the two pools.
-
-    mix, mix_trees: on the device, scratch full of NaN. twin, twin_trees: in float64 on the host.
-    """
-
-    rule: Rule
-    shape: MixerShape
-    sizes: tuple[int, ...]
-    mix: Callable[[Tensors, RaggedStates, Tensors, torch.Tensor], object]
-    twin: Callable[[Tensors, RaggedStates, Tensors], torch.Tensor]
-    mix_trees: Callable[[Tensors, DeviceTrees, Tensors, SpecLayer, torch.Tensor], object]
-    twin_trees: Callable[[Tensors, RaggedTrees, Tensors, SpecLayer, torch.Tensor], object]
-
-    @property
-    def dg(self) -> int:
-        return self.shape.dk if self.rule.has_channel_decay else 1
-
-
 def poisoned(scratch):
     """NaN in every array of it, so that only what a launch wrote can be read by the next."""
     for x in vars(scratch).values():
@@ -67,6 +47,49 @@ def poisoned(scratch):
         else:
             poisoned(x)
     return scratch
+
+
+@dataclass(frozen=True)
+class Family:
+    """One layer. ``sizes``: widths of what a token brings; calls take those, then the two pools.
+
+    raw, weights: on the host, on the device. chunk_scratch: of so many tokens. tree_scratch: of
+    tokens, trees, nodes, log rows. modules: reference, tree_reference, triton_prefill, triton_tree.
+    """
+
+    rule: Rule
+    shape: MixerShape
+    sizes: tuple[int, ...]
+    raw: Any
+    weights: Any
+    chunk_scratch: Callable[[int], Any]
+    tree_scratch: Callable[[int, int, int, int], Any]
+    modules: tuple[Any, Any, Any, Any]
+
+    @property
+    def dg(self) -> int:
+        return self.shape.dk if self.rule.has_channel_decay else 1
+
+    def mix(self, given: Tensors, batch: DeviceStates, pools: Tensors, out: torch.Tensor) -> None:
+        """On the device, scratch full of NaN."""
+        scratch = poisoned(self.chunk_scratch(batch.sequences.shape[0]))
+        self.modules[2].mix_(*given, self.weights, batch, *pools, scratch, out)
+
+    def twin(self, given: Tensors, batch: RaggedStates, pools: Tensors) -> torch.Tensor:
+        """In float64 on the host."""
+        return self.modules[0].mix(*given, wide(self.raw), batch, *pools)
+
+    def mix_trees(
+        self, given: Tensors, trees: DeviceTrees, pools: Tensors, spec: SpecLayer, out: torch.Tensor
+    ) -> None:
+        size = given[0].shape[0], *trees.depths.shape, spec.num_log_rows
+        scratch = poisoned(self.tree_scratch(*size))
+        self.modules[3].mix_trees_(*given, self.weights, trees, *pools, spec, scratch, out)
+
+    def twin_trees(
+        self, given: Tensors, trees: RaggedTrees, pools: Tensors, spec: SpecLayer, out: torch.Tensor
+    ) -> None:
+        self.modules[1].mix_trees(*given, wide(self.raw), trees, *pools, spec, out)
 
 
 def kda_family(
@@ -79,64 +102,27 @@ def kda_family(
         rate=torch.rand(h) * rate, dt_bias=torch.randn(h * dk) * 2, norm=torch.randn(dv),
         eps=1e-6, lower_bound=lower_bound,
     )  # fmt: skip
-    weights = DeviceKda.of(raw, device)
-
-    def mix(given, batch, pools, out):
-        scratch = poisoned(KdaChunkScratch(given[0].shape[0], h, dk, dv, device))
-        states = DeviceStates.of(batch, device)
-        return kda_prefill.mix_(*given, weights, states, *pools, scratch, out)
-
-    def mix_trees(given, trees, pools, spec, out):
-        size = (given[0].shape[0], *trees.depths.shape, spec.num_log_rows)
-        scratch = poisoned(kda_tree.KdaTreeScratch(*size, h, dk, dv, device))
-        return kda_tree.mix_trees_(*given, weights, trees, *pools, spec, scratch, out)
-
     return Family(
-        KDA, shape, (shape.channels + h, h * dk, h * dv), mix,
-        lambda given, batch, pools: kda_reference.mix(*given, wide(raw), batch, *pools),
-        mix_trees,
-        lambda given, trees, pools, spec, out: kda_trees.mix_trees(
-            *given, wide(raw), trees, *pools, spec, out
-        ),
+        KDA, shape, (shape.channels + h, h * dk, h * dv), raw, DeviceKda.of(raw, device),
+        lambda tokens: KdaChunkScratch(tokens, h, dk, dv, device),
+        lambda *size: kda_tree.KdaTreeScratch(*size, h, dk, dv, device),
+        (kda_reference, kda_trees, kda_prefill, kda_tree),
     )  # fmt: skip
 
 
 def mamba2_family(
     shape: MixerShape, device: torch.device, *, dt_limits: tuple[float, float] = (0.0, float("inf"))
 ) -> Family:
-    hk, hv, dk, dv = shape.hk, shape.hv, shape.dk, shape.dv
+    sizes = hk, hv, _, dv = shape.hk, shape.hv, shape.dk, shape.dv
     raw = mamba2_reference.Mamba2Weights(
         num_k_heads=hk, conv=torch.randn(shape.channels, shape.width) * 0.5,
         conv_bias=torch.randn(shape.channels), decay_rate=-torch.rand(hv) * 4,
         dt_bias=torch.randn(hv), dt_limits=dt_limits, skip=torch.randn(hv),
         norm=torch.randn(hv * dv), num_norm_groups=hk, eps=1e-5,
     )  # fmt: skip
-    weights = DeviceMamba2.of(raw, device)
-
-    def mix(given, batch, pools, out):
-        scratch = poisoned(Mamba2ChunkScratch(given[0].shape[0], hk, hv, dk, dv, device))
-        states = DeviceStates.of(batch, device)
-        return mamba2_prefill.mix_(*given, weights, states, *pools, scratch, out)
-
-    def mix_trees(given, trees, pools, spec, out):
-        scratch = mamba2_tree.Mamba2TreeScratch(given[0].shape[0], hk, hv, dk, dv, device)
-        return mamba2_tree.mix_trees_(*given, weights, trees, *pools, spec, poisoned(scratch), out)
-
     return Family(
-        MAMBA2, shape, (shape.channels + hv * dv + hv,), mix,
-        lambda given, batch, pools: mamba2_reference.mix(*given, wide(raw), batch, *pools),
-        mix_trees,
-        lambda given, trees, pools, spec, out: mamba2_trees.mix_trees(
-            *given, wide(raw), trees, *pools, spec, out
-        ),
+        MAMBA2, shape, (shape.channels + hv * dv + hv,), raw, DeviceMamba2.of(raw, device),
+        lambda tokens: Mamba2ChunkScratch(tokens, *sizes, device),
+        lambda tokens, *_: mamba2_tree.Mamba2TreeScratch(tokens, *sizes, device),
+        (mamba2_reference, mamba2_trees, mamba2_prefill, mamba2_tree),
     )  # fmt: skip
-
-
-def ragged(lengths: list[int], slots: list[int], saves: list[tuple[int, int, int]]) -> RaggedStates:
-    """saves: (sequence, count, slot), sorted."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    for sequence, _, _ in saves:
-        offsets[sequence + 1 :] += 1
-    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    at, there = ([x[i] for x in saves] for i in (1, 2))
-    return RaggedStates(cu, *(np.array(x, np.int32) for x in (slots, offsets, at, there)))

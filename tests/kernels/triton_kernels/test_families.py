@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import numpy as np
 import pytest
 import torch
@@ -15,19 +13,12 @@ from hyradix.kernels.mamba2 import reference as mamba2_reference
 from hyradix.kernels.mamba2 import triton as mamba2
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from tests.kernels.triton_kernels.cases import NAN, error
+from tests.kernels.triton_kernels.family_cases import wide
 
 WIDTH, CAPACITY, TOKENS = 4, 4, 3
 SLOTS = torch.tensor([3, 0, 1], dtype=torch.int32)
 ROWS = torch.tensor([1, 2, 3], dtype=torch.int32)
 REAL = [0, 2]
-
-
-def wide(weights):
-    """The same weights in float64."""
-    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
-    return replace(
-        weights, **{n: x.double() for n, x in tensors.items() if isinstance(x, torch.Tensor)}
-    )
 
 
 def one_token_each() -> RaggedStates:

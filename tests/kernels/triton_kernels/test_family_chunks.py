@@ -7,6 +7,7 @@ import torch
 
 from hyradix.kernels.kda import triton_chunks as kda
 from hyradix.kernels.kda.recurrence import naive as kda_naive
+from hyradix.kernels.kda.triton_solve import KdaChunkScratch
 from hyradix.kernels.mamba2 import triton_chunks as mamba2
 from hyradix.kernels.mamba2.recurrence import naive as mamba2_naive
 from hyradix.kernels.tree_recurrence.rules import Inputs
@@ -55,7 +56,7 @@ def test_kda(device, decay, beta):
     betas = torch.rand(total, heads)
     if beta != "random":
         betas = torch.where(torch.rand(total, heads) < 0.8, float(beta), betas)
-    scratch = poisoned(kda.KdaChunkScratch(total, heads, dk, dv, device))
+    scratch = poisoned(KdaChunkScratch(total, heads, dk, dv, device))
     scratch.mixed.copy_(torch.cat([x.flatten(1) for x in (q, k, v)], 1))
     scratch.g.copy_(g)
     scratch.beta.copy_(betas)
@@ -71,7 +72,7 @@ def test_kda(device, decay, beta):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("shape", [(1, 3, 20, 18), (2, 4, 33, 5)])
+@pytest.mark.parametrize("shape", [(1, 3, 20, 18), (2, 4, 33, 5), (1, 2, 150, 7)])
 def test_mamba2(device, decay, shape):
     torch.manual_seed(0)
     total, (hk, hv, dk, dv) = sum(LENGTHS), shape
@@ -101,7 +102,7 @@ def test_inverse_keeps_its_digits_where_keys_repeat(device):
         k = torch.zeros(total, heads, dk)
         k[..., 0] = 1
         v = torch.randn(total, heads, dv)
-        scratch = poisoned(kda.KdaChunkScratch(total, heads, dk, dv, device))
+        scratch = poisoned(KdaChunkScratch(total, heads, dk, dv, device))
         scratch.mixed.copy_(torch.cat([x.flatten(1) for x in (k, k, v)], 1))
         scratch.g.fill_(0)
         scratch.beta.fill_(beta)

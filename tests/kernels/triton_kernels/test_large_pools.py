@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="the memory of a devi
 @pytest.fixture(autouse=True)
 def _arguments_stay():
     """The interpreter copies whole arguments back to themselves."""
-    with mock.patch.object(GridExecutor, "_restore_args_dev", lambda *args: None):
+    with mock.patch.object(GridExecutor, "_restore_args_dev"):
         yield
 
 
@@ -92,7 +92,7 @@ def test_step_in_place():
         slots = moved(case.slots, offset)
         step_(
             case.projected, case.packed, slots, conv, state, case.scratch, out,
-            config=StepConfig(16, 1),
+            config=StepConfig(16),
         )  # fmt: skip
         results.append((out, conv[offset + 1 :], state[offset + 1 :]))
     _equal(*results)
@@ -107,7 +107,7 @@ def test_step_by_log():
         out = torch.full((4, SHAPE.hv * SHAPE.dv), NAN)
         log_step_(
             case.projected, case.packed, moved(case.slots, offset), case.log_rows + by,
-            counts.int(), conv, state, log, case.scratch, out, config=StepConfig(16, 1),
+            counts.int(), conv, state, log, case.scratch, out, config=StepConfig(16),
         )  # fmt: skip
         results.append((out, log.k[by:], log.u[by:], log.g[by:], log.conv[by:]))
     _equal(*results)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hyradix.errors import ConfigError
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
 from hyradix.kernels.device_forms import DeviceTokens
@@ -23,6 +24,7 @@ SHAPES = {
     "nothing shared": (1, 16, 0, 8, 16),
     "many heads": (32, 4, 2, 3, 6),
     "long rows": (3, 8, 16, 5, 272),
+    "read once": (4, 6, 7, 5, 256),
 }
 """H, nope, shared, V, rank."""
 STARTS, COUNTS, FIRST = [9, 0, 21, 4], [6, 3, 1, 1], 2
@@ -164,3 +166,10 @@ def test_nodes_of_draft_trees_see_their_paths(device):
     out, _ = ours(raw, projected, tokens, pool, device)
     expected = reference.latent_attention(projected.double(), wide(raw), batch, pool.double())
     assert error(out, expected) < (1e-5 if device.type == "cpu" else 2e-3)
+
+
+def test_more_heads_than_a_block_are_refused(device):
+    raw = weights_of((33, 1, 1, 1, 1))
+    DeviceLatent.of(raw, device, torch.bfloat16)
+    with pytest.raises(ConfigError, match="up to 32 heads"):
+        DeviceLatent.of(raw, device, torch.float32)

@@ -15,7 +15,7 @@ from tests.kernels.tree_recurrence.cases import make_case, parts
 from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, log_to
 
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-CONFIG = StepConfig(4, 1)
+CONFIG = StepConfig(4)
 SLOTS = torch.tensor([2, 0, 3], dtype=torch.int32)
 
 

@@ -87,11 +87,14 @@ def attend(
     out: torch.Tensor,
     *,
     gate: torch.Tensor | None = None,
+    is_view: bool = False,
 ) -> torch.Tensor:
     """out ``[T, H Dv]`` of q ``[T, H, D]``, times sigmoid(gate ``[T, H Dv]``) where there is one.
 
     k_pool: ``[slots, Hkv, D]``. v_pool: ``[slots, Hkv, Dv]``, which may be a view of k_pool (latent
-    rows: one KV head, V is the front of K). ``queries.blocks`` were made for ``config``.
+    rows: one KV head, V is the front of K). is_view: it is one, and where both are padded to one
+    size (512 + 64 and 512), a row is read once for both. ``queries.blocks`` were made for
+    ``config``.
     """
     num_tokens, heads, dim = q.shape
     kv_heads, v_dim = v_pool.shape[1:]
@@ -101,6 +104,10 @@ def attend(
     whole = power_of_two(dim)
     tail = dim - whole // 2 if dim < whole and dim > 256 else 0  # 576 = 512 + 64
     main = whole // 2 if tail else dim
+    if is_view:
+        assert v_pool.data_ptr() == k_pool.data_ptr()
+        assert v_pool.stride() == k_pool.stride()
+    block_d, block_v = power_of_two(main, least=16), power_of_two(v_dim, least=16)
     splits = divisor(config.splits, max(scratch.capacity // max(num_tokens, 1), 1))
     launch(
         _attend_kernel,
@@ -110,10 +117,10 @@ def attend(
         queries.rows, queries.starts, queries.starts if queries.ancestors is None else
         queries.ancestors, queries.first, scale * _LOG2_E, scratch.o, scratch.lse,
         out if gate is None else gate, 0 if gate is None else gate.stride(0), out, out.stride(0),
-        num_tokens, heads, kv_heads, main, tail, v_dim, queries.ancestors is not None,
-        gate is not None, tokens_per_block(config, heads // kv_heads), config.block_m,
-        config.block_n, power_of_two(main, least=16), power_of_two(tail, least=16),
-        power_of_two(v_dim, least=16), splits, config.stages,
+        num_tokens, heads, kv_heads, main, tail, v_dim, is_view and block_d == block_v,
+        queries.ancestors is not None, gate is not None,
+        tokens_per_block(config, heads // kv_heads), config.block_m, config.block_n, block_d,
+        power_of_two(tail, least=16), block_v, splits, config.stages,
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
@@ -135,8 +142,8 @@ def _attend_kernel(
     blocks, cu_seqlens, rows, starts, ancestors, first, scale, part_o, part_lse,
     gate, gate_stride, out, out_stride, num_tokens,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr,
-    IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
+    IS_VIEW: tl.constexpr, IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores are in units of log 2; ``scale`` has the factor."""
@@ -198,8 +205,11 @@ def _attend_kernel(
         p = tl.exp2(score - safe[:, None])
         kept = tl.exp2(top - safe)
         total = total * kept + tl.sum(p, 1)
-        v_place = v_pool + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
-        values = tl.load(v_place, mask=is_key[:, None] & (dv < DV)[None, :], other=0.0)
+        if IS_VIEW:
+            values = keys
+        else:
+            v_place = v_pool + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
+            values = tl.load(v_place, mask=is_key[:, None] & (dv < DV)[None, :], other=0.0)
         o = tl.dot(p.to(values.dtype), values, o * kept[:, None])
         top = new_top
 

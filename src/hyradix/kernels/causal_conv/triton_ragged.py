@@ -67,7 +67,7 @@ def move_windows_(projected: torch.Tensor, batch: DeviceStates, conv_state: torc
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _conv_kernel(
     projected, stride, weight, bias, cu_seqlens, sequences, slots, conv_state, out, out_stride,
     num_tokens,

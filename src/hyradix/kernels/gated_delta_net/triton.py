@@ -6,7 +6,9 @@ projections, who owns a slot, prefill.
 Invariants:
 - States and windows change at the rows' slots only; slots differ (the sink apart).
 - State and sums are float32; the projection and the output have the activations' type.
-- A window is written by the last split of its key head, after all of them have read it.
+- A window is written by the last program of its key head, after all of them have read it.
+- A state's block is the first thing that a program asks for and the last that it writes: all else
+  is done while it comes.
 Read next: ``triton_parts.py``; ``reference.py`` is the readable twin.
 """
 # mypy: ignore-errors
@@ -25,10 +27,20 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
     gated_norm,
     gates,
     is_last,
+    norm_heads,
+    pair_channels,
+    shift_,
     unit,
-    zero_heads,
 )
-from hyradix.kernels.triton_support import divisor, launch, load32, power_of_two, store
+from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
+from hyradix.kernels.triton_support import (
+    launch,
+    load32,
+    load_state,
+    power_of_two,
+    store,
+    store_state,
+)
 from hyradix.kernels.triton_table import StepConfig, step_config
 
 
@@ -58,19 +70,20 @@ def step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_rows, is_log=False)
+    if not config.is_fused and scratch.inputs is not None:
+        return prepared_step_(projected, weights, slots, conv_state, state, scratch, out, config)
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))
-    blocks = ratio * triton.cdiv(dv, block_v)
-    splits = divisor(blocks, config.splits)
+    blocks = triton.cdiv(dv, block_v)
     launch(
         _step_kernel,
-        (num_rows * weights.num_k_heads * splits,),
+        (num_rows * num_v_heads * blocks,),
         projected, projected.stride(0), weights.conv, weights.decay_rate, weights.dt_bias,
         weights.norm, weights.eps, slots, conv_state, state, scratch.o, scratch.counters,
         out, out.stride(0),
         conv_state.shape[2], weights.num_k_heads, ratio, dk, dv, conv_state.shape[1] + 1,
-        power_of_two(dk), block_v, power_of_two(dv), blocks, splits, config.stages,
-        num_warps=config.num_warps,
+        power_of_two(dk), block_v, power_of_two(dv), blocks, config.streams,
+        num_warps=config.num_warps, max_registers=config.max_registers,
     )  # fmt: skip
     return out
 
@@ -81,57 +94,50 @@ def _step_kernel(
     o, counters, out, out_stride,
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BDV: tl.constexpr,
-    BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCKS: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS column blocks of BV belong to a key head: those of its RATIO value heads."""
-    split = tl.program_id(0) % SPLITS
-    head = tl.program_id(0) // SPLITS % HK
-    row = (tl.program_id(0) // (SPLITS * HK)).to(tl.int64)
+    HV: tl.constexpr = HK * RATIO
+    block = tl.program_id(0) % BLOCKS
+    v_head = tl.program_id(0) // BLOCKS % HV
+    head = v_head // RATIO
+    row = (tl.program_id(0) // (BLOCKS * HV)).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    out_row = out + row * out_stride
+    d, column = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    in_k, in_v = d < DK, column < DV
+    v_column = v_head * DV + column
+    out += row * out_stride
     if slot == 0:
-        if split == 0:
-            zero_heads(out_row, head * RATIO, RATIO, DV, BDV)
+        store(out + v_column, tl.zeros([BV], tl.float32), in_v)
         return
+    state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
+    base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
     x = projected + row * projected_stride
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
-    d = tl.arange(0, BK)
-    in_k = d < DK
-    q_channel, k_channel = head * DK + d, (HK + head) * DK + d
-    q = unit(convolved(x, window, CHANNELS, conv_w, q_channel, in_k, CHANNELS, WIDTH))
-    k = unit(convolved(x, window, CHANNELS, conv_w, k_channel, in_k, CHANNELS, WIDTH))
-    q = q * (DK**-0.5)
-    for i in tl.range(split * (BLOCKS // SPLITS), (split + 1) * (BLOCKS // SPLITS),
-                      num_stages=STAGES):  # fmt: skip
-        v_head = head * RATIO + i // (BLOCKS // RATIO)
-        column = i % (BLOCKS // RATIO) * BV + tl.arange(0, BV)
-        in_v = column < DV
-        place = ((slot * (HK * RATIO) + v_head) * DK + d[:, None]) * DV + column[None, :]
-        inside = in_k[:, None] & in_v[None, :]
-        g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HK * RATIO, DV)
-        v_channel = 2 * HK * DK + v_head * DV + column
-        v = convolved(x, window, CHANNELS, conv_w, v_channel, in_v, CHANNELS, WIDTH)
-        decayed = tl.load(state + place, mask=inside, other=0.0) * tl.exp(g)
-        u = beta * (v - tl.sum(decayed * k[:, None], 0))
-        new = decayed + k[:, None] * u[None, :]
-        tl.store(state + place, new, mask=inside)
-        o_place = (row * (HK * RATIO) + v_head) * DV + column
-        tl.store(o + o_place, tl.sum(new * q[:, None], 0), mask=in_v)
-    if is_last(counters + row * HK + head, SPLITS):
-        for h in tl.static_range(RATIO):
-            v_head = head * RATIO + h
-            o_head = o + (row * (HK * RATIO) + v_head) * DV
-            gated_norm(o_head, x, norm, eps, out_row, v_head, CHANNELS, DV, BDV)
-            v_channel = 2 * HK * DK + v_head * DV + tl.arange(0, BDV)
-            _shift(window, x, v_channel, tl.arange(0, BDV) < DV, CHANNELS, WIDTH)
-        _shift(window, x, q_channel, in_k, CHANNELS, WIDTH)
-        _shift(window, x, k_channel, in_k, CHANNELS, WIDTH)
-
-
-@triton.jit
-def _shift(window, x, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """The window moves on by one column; a channel is read and written by one thread."""
-    for j in tl.static_range(WIDTH - 2):
-        later = load32(window + (j + 1) * CHANNELS + channel, mask)
-        store(window + j * CHANNELS + channel, later, mask)
-    store(window + (WIDTH - 2) * CHANNELS + channel, load32(x + channel, mask), mask)
+    qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)
+    v_channel = 2 * HK * DK + v_column
+    qk = convolved(x, window, CHANNELS, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
+    v = convolved(x, window, CHANNELS, conv_w, v_channel, in_v, CHANNELS, WIDTH)
+    g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
+    z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
+    q, k = tl.split(unit(qk))
+    q, kept = q * (DK**-0.5), tl.exp(g)
+    u = beta * (v - kept * tl.sum(base * k[:, None], 0))
+    value = kept * tl.sum(base * q[:, None], 0) + tl.sum(q * k, 0) * u
+    new = base * kept + k[:, None] * u[None, :]
+    counter = counters + row * HK + head
+    if BLOCKS == 1:
+        # before the state is written: the count waits for what was written, and need not for that
+        last = is_last(counter, RATIO)
+        store(out + v_column, gated_norm(value, z, weight, eps, DV), in_v)
+    else:
+        o += row * (HV * DV)
+        tl.store(o + v_column, value, mask=in_v)
+        last = is_last(counter, RATIO * BLOCKS)
+    store_state(state, new, in_k[:, None] & in_v[None, :], STREAMS)
+    if last:
+        if BLOCKS > 1:
+            norm_heads(o, x, norm, eps, out, head, CHANNELS, RATIO, DV, BDV)
+        shift_(window, x, qk_channel, qk_mask, CHANNELS, WIDTH)
+        for i in tl.static_range(RATIO):
+            channel = 2 * HK * DK + (head * RATIO + i) * DV + tl.arange(0, BDV)
+            shift_(window, x, channel, tl.arange(0, BDV) < DV, CHANNELS, WIDTH)

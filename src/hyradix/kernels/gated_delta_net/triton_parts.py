@@ -4,9 +4,10 @@ Owns: ``PackedMixer``, ``StepScratch`` and the device functions before and after
 Does not know: states, logs, who owns a slot.
 
 Invariants:
-- A program is one (row, key head, split); the last split of a key head to arrive norms the outputs
-  of its value heads, so one launch does all. A counter per (row, key head) finds it, and it leaves
-  the counter at 0 for the next layer.
+- A program is one (row, value head, block of its columns). Where a block is a whole head, the
+  program norms what it made. Where it is a part, outputs go through ``StepScratch.o``, and the last
+  program of a key head to arrive norms those of its value heads. A counter per (row, key head)
+  finds the last, which leaves it at 0 for the next layer.
 - Rows of the sink (slot 0) are padding: their output is zeros, no state is touched.
 Read next: ``triton.py`` (in place), ``triton_log.py`` (with a log).
 """
@@ -48,14 +49,41 @@ class PackedMixer:
         return cls(weights.num_k_heads, conv, decay_rate, dt_bias, norm, weights.eps)
 
 
-class StepScratch:
-    """Memory that the steps of all layers use in turn: ``o`` before its norm, and the counters."""
+class StepInputs:
+    """What the recurrence takes where another launch makes it: as in ``triton_step.step_``."""
 
     def __init__(
-        self, max_batch: int, num_k_heads: int, num_v_heads: int, v_dim: int, device: torch.device
+        self, max_batch: int, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(max_batch, *shape, device=device)
+
+        self.q, self.k = (empty(num_k_heads, k_dim) for _ in "qk")
+        self.v, self.g = empty(num_v_heads, v_dim), empty(num_v_heads, 1)
+        self.beta = empty(num_v_heads)
+
+
+class StepScratch:
+    """Memory that the steps of all layers use in turn: ``o`` before its norm, and the counters.
+
+    k_dim: given, there is ``inputs`` too, without which every step is one launch.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        v_dim: int,
+        device: torch.device,
+        *,
+        k_dim: int = 0,
     ) -> None:
         self.o = torch.empty(max_batch, num_v_heads, v_dim, device=device)
         self.counters = torch.zeros(max_batch, num_k_heads, dtype=torch.int32, device=device)
+        sizes = (max_batch, num_k_heads, num_v_heads, k_dim, v_dim)
+        self.inputs = StepInputs(*sizes, device) if k_dim else None
 
 
 @triton.jit
@@ -69,8 +97,47 @@ def convolved(x, taps, tap_stride, weight, channel, mask, CHANNELS, WIDTH: tl.co
 
 
 @triton.jit
+def convolved_by_log(
+    x, window, log_conv, count, weight, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The same by a log; the newest earlier columns are the log's, the rest the base's.
+
+    Column j of the WIDTH - 1 before the token is column count + j of (window, then log).
+    """
+    total = load32(x + channel, mask) * load32(weight + (WIDTH - 1) * CHANNELS + channel, mask)
+    for j in tl.static_range(WIDTH - 1):
+        behind = count + j - (WIDTH - 1)
+        of_base = load32(window + (count + j) * CHANNELS + channel, mask & (behind < 0))
+        of_log = load32(log_conv + behind * CHANNELS + channel, mask & (behind >= 0))
+        column = of_base + of_log
+        total += column * load32(weight + j * CHANNELS + channel, mask)
+    return silu(total)
+
+
+@triton.jit
+def shift_(window, x, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The window moves on by one column, by the program that has read it."""
+    tl.debug_barrier()  # a channel may be read by other threads than the one that writes it
+    for j in tl.static_range(WIDTH - 2):
+        later = load32(window + (j + 1) * CHANNELS + channel, mask)
+        store(window + j * CHANNELS + channel, later, mask)
+    store(window + (WIDTH - 2) * CHANNELS + channel, load32(x + channel, mask), mask)
+
+
+@triton.jit
+def pair_channels(head, d, in_k, HK: tl.constexpr, DK: tl.constexpr):
+    """Channels ``[BK, 2]`` of q and k of a key head, and their mask.
+
+    Both at once: of a vector with fewer elements than the program has threads, the compiler makes
+    a copy for every layout that it is used in, loads and all.
+    """
+    channel = (tl.arange(0, 2)[None, :] * HK + head) * DK + d[:, None]
+    return channel, tl.broadcast_to(in_k[:, None], channel.shape)
+
+
+@triton.jit
 def unit(x):
-    """x / |x|, as the checkpoints' own implementation has it."""
+    """x / |x| along the first dimension, as the checkpoints' own implementation has it."""
     return x / tl.sqrt(tl.sum(x * x, 0) + _L2_EPS)
 
 
@@ -84,32 +151,34 @@ def gates(x, decay_rate, dt_bias, head, CHANNELS, HV: tl.constexpr, DV: tl.const
 
 
 @triton.jit
-def is_last(counter, SPLITS: tl.constexpr):
-    """Whether all other splits have arrived here; what they stored before can then be read."""
-    tl.debug_barrier()  # all threads' stores come before the one that counts
-    if SPLITS == 1:
+def is_last(counter, ARRIVALS: tl.constexpr):
+    """Whether all other programs have arrived here; what they did before is then done."""
+    tl.debug_barrier()  # of all threads, before the one that counts
+    if ARRIVALS == 1:
         return True
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    last = arrived == SPLITS - 1
+    last = arrived == ARRIVALS - 1
     tl.store(counter, 0, mask=last)
     return last
 
 
 @triton.jit
-def gated_norm(o, x, norm, eps, out, head, CHANNELS, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """out = rms_norm(o) * silu(z) of one value head; o: its DV float32 values."""
-    d = tl.arange(0, BLOCK)
-    mask = d < DV
-    value = tl.load(o + d, mask=mask, other=0.0)
-    z = load32(x + CHANNELS + head * DV + d, mask)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / DV + eps)
-    weight = load32(norm + d, mask)
-    store(out + head * DV + d, value * scale * weight * silu(z), mask)
+def gated_norm(o, z, weight, eps, DV: tl.constexpr):
+    """rms_norm(o) * silu(z) of one value head, 0 outside of its DV values."""
+    return o * weight * silu(z) / tl.sqrt(tl.sum(o * o, 0) / DV + eps)
 
 
 @triton.jit
-def zero_heads(out, first, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros for the value heads of a padded row."""
+def norm_heads(
+    o, x, norm, eps, out, head, CHANNELS, RATIO: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``gated_norm`` of the value heads of a key head; o: the row's, float32."""
     d = tl.arange(0, BLOCK)
-    for i in tl.static_range(HEADS):
-        store(out + (first + i) * DV + d, tl.zeros([BLOCK], tl.float32), d < DV)
+    mask = d < DV
+    weight = load32(norm + d, mask)
+    for i in tl.static_range(RATIO):
+        column = (head * RATIO + i) * DV + d
+        value = tl.load(o + column, mask=mask, other=0.0)
+        z = load32(x + CHANNELS + column, mask)
+        store(out + column, gated_norm(value, z, weight, eps, DV), mask)

@@ -5,7 +5,8 @@ not know: convolution, gates, norms, D x.
 
 Two launches. The first: q k^T within every chunk of up to 64 tokens, once for all heads of a group.
 The second, for every sequence, head and block of d_v columns: o = e^G q S + (q k) u with u = dt v,
-S <- e^G_last S + (e^(G_last - G) k)^T u, chunk after chunk, S in registers.
+S <- e^G_last S + (e^(G_last - G) k)^T u, chunk after chunk, S in registers. Rows of S are
+independent: of more than 128, every 128 have a launch of their own.
 
 Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
@@ -26,6 +27,9 @@ import triton.language as tl
 from hyradix.kernels.gated_delta_rule.triton import CHUNK, Chunks
 from hyradix.kernels.triton_support import launch, load32, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, mamba2_chunk_config
+
+_ROWS = 128
+"""Rows of d_k that a program holds: twice as many would spill."""
 
 
 class Mamba2ChunkScratch:
@@ -74,14 +78,16 @@ def chunked_(
         x.mixed.shape[1], num_k_heads, dk, CHUNK, min(32, power_of_two(dk, least=16)),
         num_warps=config.solve_warps,
     )  # fmt: skip
-    launch(
-        _pass_kernel,
-        (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
-        chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.dt, x.products, x.o,
-        x.mixed.shape[1], num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK,
-        power_of_two(dk, least=32) // 2, block_v, triton.cdiv(dv, block_v),
-        num_warps=config.pass_warps,
-    )  # fmt: skip
+    part = min(power_of_two(dk, least=32), _ROWS)
+    for first_row in range(0, dk, part):
+        launch(
+            _pass_kernel,
+            (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
+            chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.dt, x.products, x.o,
+            x.mixed.shape[1], num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK,
+            part // 2, block_v, triton.cdiv(dv, block_v), first_row,
+            num_warps=config.pass_warps,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -111,15 +117,19 @@ def _pass_kernel(
     table, offsets, slots, all_states, mixed, all_g, all_dt, all_products, all_o,
     CHANNELS: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills."""
+    """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills.
+
+    They are those from FIRST_ROW on; o is added to what the rows before them have given.
+    """
     HK: tl.constexpr = HV // RATIO
     sequence = tl.program_id(0) // (BLOCKS * HV)
     head = tl.program_id(0) // BLOCKS % HV
     group = head // RATIO
     slot = tl.load(slots + sequence).to(tl.int64)
     last_chunk = tl.load(offsets + sequence + 1)
-    c, d = tl.arange(0, C), tl.arange(0, BK)
+    c, d = tl.arange(0, C), FIRST_ROW + tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     in_v, in_upper, in_lower = column < DV, d < DK, d + BK < DK
     upper_inside = in_upper[:, None] & in_v[None, :]
@@ -132,28 +142,34 @@ def _pass_kernel(
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)
         save = tl.load(table + 3 * chunk + 2).to(tl.int64)
-        is_token, token = c < count, first + c
+        is_token = c < count
         in_columns = is_token[:, None] & in_v[None, :]
         tokens_upper = is_token[:, None] & in_upper[None, :]
         tokens_lower = is_token[:, None] & in_lower[None, :]
-        g = load32(all_g + token * HV + head, is_token).to(tl.float64)
+        row = first * HV + head  # of the chunk's first token; 32 bits from there on
+        g = load32(all_g + row + c * HV, is_token).to(tl.float64)
         sums = tl.cumsum(g, 0)
         whole = tl.sum(g, 0)
-        q_place = mixed + token[:, None] * CHANNELS + group * DK + d[None, :]
-        k_place = q_place + HK * DK
-        u_place = mixed + token[:, None] * CHANNELS + 2 * HK * DK + head * DV + column[None, :]
-        dt = load32(all_dt + token * HV + head, is_token)
-        u = load32(u_place, in_columns) * dt[:, None]
+        x = mixed + first * CHANNELS
+        q_place = x + group * DK + (c * CHANNELS)[:, None] + d[None, :]
+        k_place = x + (HK + group) * DK + (c * CHANNELS)[:, None] + d[None, :]
+        u_place = x + 2 * HK * DK + head * DV + (c * CHANNELS)[:, None] + column[None, :]
+        u = load32(u_place, in_columns) * load32(all_dt + row + c * HV, is_token)[:, None]
         o = tl.dot(load32(q_place, tokens_upper), upper, input_precision="tf32")
         o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision="tf32")
         o *= tl.exp(sums.to(tl.float32))[:, None]
-        is_earlier = c[:, None] >= c[None, :]
-        ratio = tl.where(is_earlier, sums[:, None] - sums[None, :], float("-inf"))
-        products = all_products + (token * HK + group)[:, None] * C + c[None, :]
-        products = load32(products, is_token[:, None]) * tl.exp(ratio.to(tl.float32))
-        o = tl.dot(products, u, o, input_precision="tf32")
-        row = (token * HV + head)[:, None]
-        tl.store(all_o + row * DV + column[None, :], o, mask=in_columns)
+        o_place = all_o + row * DV + (c * (HV * DV))[:, None] + column[None, :]
+        if FIRST_ROW > 0:
+            o += load32(o_place, in_columns)
+        else:
+            ratio = sums[:, None] - sums[None, :]
+            ratio = tl.where(c[:, None] >= c[None, :], ratio, float("-inf")).to(tl.float32)
+            products = (c * (HK * C))[:, None] + c[None, :]
+            products = load32(
+                all_products + (first * HK + group) * C + products, is_token[:, None]
+            ) * tl.exp(ratio)
+            o = tl.dot(products, u, o, input_precision="tf32")
+        tl.store(o_place, o, mask=in_columns)
         u *= tl.exp((whole - sums).to(tl.float32))[:, None]
         kept = tl.exp(whole.to(tl.float32))
         k = tl.trans(load32(k_place, tokens_upper))

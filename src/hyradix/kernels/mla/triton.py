@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hyradix.errors import ConfigError
 from hyradix.kernels.attention.triton import AttendScratch, attend
 from hyradix.kernels.device_forms import DeviceTokens
 from hyradix.kernels.mla.reference import LatentWeights
@@ -45,7 +46,13 @@ class DeviceLatent:
 
     @classmethod
     def of(cls, weights: LatentWeights, device: torch.device, dtype: torch.dtype) -> DeviceLatent:
-        """Copies."""
+        """Copies. Raises ``ConfigError`` where a row's heads do not fit one block."""
+        most = 64 if dtype.itemsize == 2 else 32
+        if weights.num_heads > most:
+            raise ConfigError(
+                f"latent attention on a GPU takes up to {most} heads of {dtype}, "
+                f"got {weights.num_heads}"
+            )
         return cls(
             num_shared=weights.num_shared,
             keys=weights.keys.to(device, dtype).contiguous(),
@@ -129,7 +136,7 @@ def latent_attention(
     torch.bmm(nope, weights.keys, out=query[:, :, :rank].transpose(0, 1))
     attend(
         query, tokens.queries, pool, pool[:, :, :rank], weights.query_dim**-0.5, tokens.config,
-        scratch.parts, context.flatten(1),
+        scratch.parts, context.flatten(1), is_view=True,
     )  # fmt: skip
     by_head = out.unflatten(1, (heads, weights.values.shape[2])).transpose(0, 1)
     torch.bmm(context.transpose(0, 1), weights.values, out=by_head)

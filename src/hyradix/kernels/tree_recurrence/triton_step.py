@@ -23,7 +23,7 @@ import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, load_state, power_of_two, store_state
 from hyradix.kernels.triton_table import StepConfig, step_config
 
 
@@ -105,7 +105,8 @@ def _launch(
         arrays[2], arrays[2].stride(0), out,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, g.shape[2], num_rows, power_of_two(dk),
         block_v, power_of_two(num_rows), blocks, rule.has_delta, log is not None,
-        num_warps=config.num_warps,
+        config.streams,
+        num_warps=config.num_warps, max_registers=config.max_registers,
     )  # fmt: skip
     return out
 
@@ -116,7 +117,7 @@ def _step_kernel(
     state, log_k, k_stride, log_u, u_stride, log_g, g_stride, out,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
-    HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr,
+    HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """DG: 1, or DK where each channel of k decays by itself."""
     HK: tl.constexpr = HV // RATIO
@@ -130,15 +131,15 @@ def _step_kernel(
     if slot == 0:
         tl.store(o_place, tl.zeros([BV], out.dtype.element_ty), mask=in_v)
         return
+    place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
+    inside = in_k[:, None] & in_v[None, :]
+    base = load_state(place, inside, STREAMS)  # all else is done while it comes
     dg = d if DG > 1 else d * 0
     q = load32(all_q + token * q_token + head // RATIO * DK + d, in_k)
     k = load32(all_k + token * k_token + head // RATIO * DK + d, in_k)
     v = load32(all_v + token * v_token + head * DV + column, in_v)
     g = load32(all_g + (token * HV + head) * DG + dg, in_k)
     beta = tl.load(all_beta + token * HV + head).to(tl.float32)
-    place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
-    inside = in_k[:, None] & in_v[None, :]
-    base = tl.load(place, mask=inside, other=0.0)
     if IS_LOG:
         row = tl.load(rows + token).to(tl.int64)
         count = tl.load(num_log_rows + token)
@@ -180,6 +181,6 @@ def _step_kernel(
         if HAS_DELTA:
             u -= beta * tl.sum(decayed * k[:, None], 0)
         new = decayed + k[:, None] * u[None, :]
-        tl.store(place, new, mask=inside)
         o = tl.sum(new * q[:, None], 0)
+        store_state(place, new, inside, STREAMS)
     tl.store(o_place, o.to(out.dtype.element_ty), mask=in_v)
