@@ -6,8 +6,8 @@ what was measured takes the place of what was computed.
 Does not know: torch, devices, how the pools divide what is left (``config.divide_pools``).
 
 Invariants:
-- ``table_bytes`` is exact, and so is ``scratch_bytes`` for gated delta nets (tests compare them with
-  what is allocated; other families keep up to a tenth more or less); activations and graphs are
+- ``table_bytes`` is exact, and so is ``scratch_bytes`` for gated delta nets (a test compares them
+  with what is allocated; other families keep a little more or less); activations and graphs are
   bounds from above, their constants are stated here.
 Read next: ``config.py``, ``engine/device.py`` (what is free).
 """

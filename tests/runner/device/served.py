@@ -20,8 +20,9 @@ from hyradix.engine.build import _info
 from hyradix.engine.demo import demo_directory
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import RequestOutput
+from hyradix.kernels.ops import load_ops
 from hyradix.models.decoder import Decoder
-from hyradix.models.loader import load_model, model_facts
+from hyradix.models.loader import DTYPES, build_model, init_random, load_config, model_facts
 from hyradix.request import Boundary, BoundaryKind, Request, SamplingParams
 from hyradix.runner.runner import ModelRunner
 from hyradix.sampling.sampler import Sampler
@@ -34,7 +35,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 SIZES = {
     "max_requests": 3, "max_context": 128, "kv_slots": 160, "states": 12, "num_threads": 1,
@@ -53,26 +54,34 @@ class Arrival:
 
 
 class World:
-    """One checkpoint, loaded once for each backend."""
+    """One model of random weights, built once for each backend. They are large enough that what is
+    said depends on all that came before."""
 
     def __init__(self, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(CONFIG))
-        self._directory = directory
-        self._models: dict[tuple[str, str], Decoder] = {}
+        self.directory = directory
+        self._config = load_config(directory)
+        self._models: dict[tuple[str, ...], Decoder] = {}
         self._tokenizer = Tokenizer.from_dir(demo_directory())
 
-    def model(self, backend: str, device: str = "cpu") -> Decoder:
+    def model(self, backend: str, device: str = "cpu", dtype: str = "float32") -> Decoder:
         """The same random weights on every backend."""
-        key = (backend, device)
+        key = (backend, device, dtype)
         if key not in self._models:
-            self._models[key] = load_model(
-                self._directory, load_format="dummy", backend=backend, device=device
-            )
+            ops = load_ops(backend, device=device, dtype=DTYPES[dtype])
+            self._models[key] = build_model(self._config, self.weights(), ops, dtype=dtype)
         return self._models[key]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By flat name."""
+        drawn = init_random(self._config, seed=1)
+        return {name: x * 12.0 if x.std() < 0.05 else x for name, x in drawn.items()}
 
     def config(self, model: Decoder, **options: Any) -> EngineConfig:
         """Of a small engine."""
-        facts = model_facts(model.config)
+        is_wide = model.ops.dtype == torch.float32
+        kind = ("float32", "cpu") if is_wide else ("bfloat16", "cuda")
+        facts = model_facts(model.config, kind[0], device=kind[1])
         device = DeviceFacts(kind="cpu", free_bytes=1 << 33)
         return resolve(Settings(**{**SIZES, **options}), facts, device)
 
@@ -81,7 +90,7 @@ class World:
         config = self.config(model, **options)
         sampler = Sampler(config.max_requests, config.vocab_size, config.eos_token_ids)
         runner = make(model, config, sampler)
-        info = _info(config, model_facts(model.config), self._directory, 0.0)
+        info = _info(config, model_facts(model.config), self.directory, 0.0)
         return Engine(config, runner, self._tokenizer, info)
 
     def twin(self, **options: Any) -> Engine:

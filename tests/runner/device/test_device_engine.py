@@ -26,14 +26,15 @@ TRAFFIC = (
     arrival(0, tokens(5, 1), max_tokens=13),
     arrival(1, tokens(9, 2), temperature=0.8),
     arrival(3, DOCUMENT[:17] + tokens(6, 3), temperature=1.3, top_k=9, top_p=0.9),
-    arrival(4, tokens(19, 4), temperature=1.0, top_p=0.7, min_p=0.02),
-    arrival(6, DOCUMENT[:19] + tokens(2, 5)),
-    arrival(8, tokens(7, 6), repetition_penalty=1.4, logprobs=2, max_tokens=6),
-    arrival(9, tokens(20, 7), prompt_logprobs=1, min_tokens=3, max_tokens=6),
-    arrival(10, tokens(4, 8), abort_at=19, max_tokens=30),
-    arrival(12, DOCUMENT[:30], logit_bias={3: 4.0}, temperature=0.7, max_tokens=5),
-    arrival(14, tokens(3, 9), max_tokens=11, temperature=0.9, top_k=4),
+    arrival(4, tokens(19, 4), temperature=1.0, top_p=0.7, min_p=0.02, max_tokens=7),
+    arrival(6, DOCUMENT[:19] + tokens(2, 5), max_tokens=7),
+    arrival(8, tokens(7, 6), repetition_penalty=1.4, logprobs=2, max_tokens=5),
+    arrival(9, tokens(20, 7), prompt_logprobs=1, min_tokens=3, max_tokens=5),
+    arrival(10, tokens(4, 8), abort_at=17, max_tokens=30),
+    arrival(11, DOCUMENT[:30], logit_bias={3: 4.0}, temperature=0.7, max_tokens=4),
+    arrival(12, tokens(3, 9), max_tokens=9, temperature=0.9, top_k=4),
 )
+"""Every way to sample, prompts in chunks beside decodes, prefixes that others have."""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +62,13 @@ def served(world: World, device: torch.device, traffic: tuple[Arrival, ...], **o
 @pytest.mark.parametrize(
     "options",
     [
-        {"decode_log": 4, "overlap": True},
+        {"decode_log": 4, "overlap": True, "max_requests": 5},
         {"decode_log": 3, "overlap": False, "force_preempt_every": 9},
         {"decode_log": 0, "overlap": True, "force_preempt_every": 7},
-        {"decode_log": 0, "overlap": False, "prefix_cache": False},
-        {"decode_log": 16, "overlap": True, "prefix_cache": False, "force_preempt_every": 8},
+        {"decode_log": 16, "overlap": True, "prefix_cache": False, "max_prefill_tokens": 7},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_replies_are_the_synchronous_ones(world, expected, device, options) -> None:
+    """With five rows, steps of three are padded. Every slot that nobody owns holds NaN."""
     compare(served(world, device, TRAFFIC, **options), expected)
