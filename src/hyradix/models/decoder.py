@@ -81,7 +81,7 @@ class Decoder:
         self._norm = norm
 
     def forward(self, token_ids: npt.NDArray[np.int32], context: ForwardContext) -> Array:
-        """Token ids ``[T]`` (Triton: on the device, too) -> hidden states ``[T, hidden]`` before the final norm.
+        """Ids ``[T]`` (Triton: or on the device) -> hidden ``[T, hidden]`` before the final norm.
 
         Effects: writes the KV slots and state slots that ``context`` names.
         """
