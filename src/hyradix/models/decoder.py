@@ -3,7 +3,7 @@
 A layer is a mixer and an MLP, each x + f(norm(x)), or one of the two.
 
 Owns: which layers in which order. Does not know: files, weights' names, batches, pools' sizes.
-Invariant: activations and states are float32.
+Invariant: activations are of type ``ops.dtype``, states float32.
 Read next: ``builder.py``, ``layers/``, ``draft_heads.py``.
 """
 
@@ -81,7 +81,7 @@ class Decoder:
         self._norm = norm
 
     def forward(self, token_ids: npt.NDArray[np.int32], context: ForwardContext) -> Array:
-        """Token ids ``[T]`` -> hidden states ``[T, hidden]`` before the final norm.
+        """Ids ``[T]`` (Triton: or on the device) -> hidden ``[T, hidden]`` before the final norm.
 
         Effects: writes the KV slots and state slots that ``context`` names.
         """

@@ -2,7 +2,7 @@
 
 Owns: the order of rows in fused matrices, what is folded into weights at load (norms stored less 1,
 scales of scores and residuals). Does not know: files, which layers there are, pools.
-Invariant: activations and states are float32; only linear weights and embeddings follow ``dtype``.
+Invariant: linear weights and embeddings follow ``dtype``; norms, gates and routers are float32.
 Every method takes its weights out of ``layer``.
 Read next: ``shapes.py`` (the names), ``layers/``.
 """

@@ -73,8 +73,9 @@ WAYS = {
 }
 
 
-def serve(engines: TinyEngines, **options: object) -> list[tuple[list[int], int]]:
-    """Two requests at a time, the later ones on the prefixes of the earlier: ids, cached tokens."""
+def serve(engines: TinyEngines, **options: object) -> tuple[list[list[int]], list[int], int]:
+    """Two requests at a time, the later ones on the prefixes of the earlier: ids, cached tokens,
+    and how many tokens were drafted."""
     engine = engines.make(
         kv_slots=96, states=8, max_requests=2, max_prefill_tokens=7, min_gain=0, **options
     )
@@ -90,7 +91,7 @@ def serve(engines: TinyEngines, **options: object) -> list[tuple[list[int], int]
             for out in engine.step():
                 said[int(out.request_id)] += out.token_ids
                 cached[int(out.request_id)] = out.num_cached_tokens
-    return list(zip(said, cached, strict=True))
+    return said, cached, engine.stats().num_draft_tokens
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -99,4 +100,6 @@ def test_an_engine_says_what_torch_s_says(tmp_path, device, way):
     twin = serve(TinyEngines(tmp_path, "torch", "cpu", "float32"), **WAYS[way])
     ours = serve(TinyEngines(tmp_path, "triton", str(device), "float32"), **WAYS[way])
     assert ours == twin
-    assert [cached > 0 for _, cached in ours] == [False, False, True, True]
+    _, cached, num_drafted = ours
+    assert [count > 0 for count in cached] == [False, False, True, True]
+    assert (num_drafted > 0) == (way == "chains")

@@ -21,7 +21,8 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class SpecLayer:
-    """One layer's arrays, each float32 with leading dimension num_requests + 1.
+    """One layer's arrays, each with leading dimension num_requests + 1; float32, conv apart, which
+    has the activations' type.
 
     conv: raw columns ``[N+1, columns, C]``; node t has column ``first_node`` + t. num_base_columns:
     how many of the base's newest columns a verify copies to the front (K-2 in the sliding layout,
