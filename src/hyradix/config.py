@@ -30,6 +30,8 @@ from hyradix.spec_config import (
 from hyradix.state_bytes import MODES, RecurrentShape, SpecShape, spec_bytes
 
 MIB = 1 << 20
+GPU_PREFILL = 8192
+"""Prompt tokens of one step on a GPU, unless told."""
 MAX_THREADS = 512
 """More than any machine this runs on has; a million threads crash the runtime."""
 
@@ -342,10 +344,10 @@ def _max_prefill(settings: Settings, device: DeviceFacts) -> int:
     """Prompt tokens of one step. A GPU's scratch is allocated for them at start."""
     chunk = settings.max_prefill_tokens
     if chunk is None:
-        return 2048 if device.kind == "cpu" else 8192
+        return 2048 if device.kind == "cpu" else GPU_PREFILL
     if chunk == 0 and device.kind == "cuda":
         reason = "a GPU's memory is set aside at start for a number of tokens"
-        raise refused("max_prefill_tokens", chunk, reason, 8192)
+        raise refused("max_prefill_tokens", chunk, reason, GPU_PREFILL)
     return chunk
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from hyradix.config import DeviceFacts, Settings, resolve
 from hyradix.engine.build import build_engine
 from hyradix.engine.device import device_facts
-from hyradix.engine.gpu import refusal
+from hyradix.engine.gpu import Cuda, refusal
+from hyradix.engine.memory_plan import GpuOptions, PlanOptions, make_plan
 from hyradix.errors import ConfigError
 from hyradix.models.loader import model_facts
+from hyradix.models.registry import find_family
+from hyradix.server.cli import app
 from tests.runner.device.served import CONFIG
 
 GIB = 1 << 30
@@ -75,11 +81,8 @@ def test_a_gpu_that_others_fill_is_refused() -> None:
         device_facts("cuda", memory_fraction=0.9, driver=driver)
 
 
-@pytest.mark.skipif(refusal(FakeDriver()) is not None, reason="the fake driver will do")
 def test_the_engine_refuses_a_gpu_that_is_not_there() -> None:
-    import torch
-
-    if torch.cuda.is_available():
+    if refusal(Cuda()) is None:
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match="--device cuda: "):
         build_engine(Settings(device="cuda"), lambda *_: None)
@@ -89,8 +92,6 @@ def test_the_engine_refuses_a_gpu_that_is_not_there() -> None:
 
 
 def facts(kind: str = "cuda", dtype: str = "bfloat16"):
-    from hyradix.models.registry import find_family
-
     config = find_family(CONFIG).parse_config(CONFIG, {})
     return model_facts(config, dtype, device=kind, name="tiny")
 
@@ -143,3 +144,41 @@ def test_an_unlimited_prefill_is_refused_on_a_gpu() -> None:
         resolve(Settings(max_prefill_tokens=0), facts(), gpu())
     with pytest.raises(ConfigError, match="--memory-fraction must be between"):
         resolve(Settings(memory_fraction=1.5), facts(), gpu())
+
+
+@pytest.mark.parametrize("requests", [8, 256])
+def test_the_plan_says_what_start_up_will_divide(requests: int) -> None:
+    plan = make_plan(
+        CONFIG,
+        PlanOptions(
+            budget=140 * GIB,
+            num_requests=requests,
+            decode_log=16,
+            gpu=GpuOptions(),
+            max_context=100,
+        ),
+    )
+    (row,) = plan.rows
+    free = int(140 * GIB * Settings().memory_fraction)
+    settings = Settings(max_requests=requests, max_context=100)
+    config = resolve(settings, facts(), gpu(free))
+    assert row.num_kv_slots == config.num_kv_slots
+    assert row.num_states == config.num_states - requests
+
+
+def test_the_command_plans_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    options = ("--budget", "80G", "--requests", "4")
+
+    def planned(*more: str) -> dict[str, int]:
+        out = tmp_path / "plan.json"
+        result = CliRunner().invoke(app, ["memory", str(path), *options, *more, "--json", str(out)])
+        assert result.exit_code == 0, result.output
+        assert ("GPU: " in result.output) is ("cuda" in more)
+        return json.loads(out.read_text())["modes"]["plain"]
+
+    whole = planned("--decode-log", "16", "--dtype", "bfloat16")
+    gpu = planned("--device", "cuda", "--memory-fraction", "0.5")
+    assert 0.4 * whole["kv_slots"] < gpu["kv_slots"] < 0.5 * whole["kv_slots"]
+    assert gpu["peak_bytes"] == whole["peak_bytes"]
