@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hyradix.config import DeviceFacts, Settings, resolve
-from hyradix.engine.build import _info, find_model
+from hyradix.engine.build import _info
+from hyradix.engine.model_source import find_model
 from hyradix.engine.engine import Engine
 from hyradix.models.decoder import Decoder
 from hyradix.models.loader import load_model, model_facts

@@ -6,37 +6,27 @@ Read next: ``engine.py``.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from hyradix.config import MIB, EngineConfig, ModelFacts, Settings, check_settings, resolve
-from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.engine.device import device_facts
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import EngineInfo
+from hyradix.engine.model_source import ModelSource, find_source
 from hyradix.engine.warmup import read_prompts, run_warmup
 from hyradix.errors import ConfigError
-from hyradix.models.checkpoint import find_directory
 from hyradix.models.decoder import Decoder
-from hyradix.models.loader import load_model, model_facts
+from hyradix.models.head_names import random_heads
+from hyradix.models.loader import load_config, load_model, model_facts
 from hyradix.runner.background import BackgroundRunner
 from hyradix.runner.runner import ModelRunner
 from hyradix.sampling.sampler import Sampler
 from hyradix.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("hyradix.engine")
-
 Progress = Callable[[str, int, int], None]
-
-
-def find_model(name: str, on_progress: Progress | None = None) -> Path:
-    """The directory of a model: ``demo``, a path, or a hub name. Raises ``ModelLoadError``."""
-    if name == DEMO:
-        return demo_directory()
-    return find_directory(name, on_progress=on_progress).resolve()
 
 
 def build_engine(settings: Settings, on_progress: Progress) -> Engine:
@@ -44,14 +34,16 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     started = time.monotonic()
     check_settings(settings)
     prompts = read_prompts(settings)
-    directory = find_model(settings.model, on_progress)
+    source = find_source(settings, on_progress)
     device = device_facts("cpu" if settings.device == "auto" else settings.device)
-    tokenizer = Tokenizer.from_dir(directory)
-    facts = _facts(settings, directory, tokenizer)
+    tokenizer = Tokenizer.from_dir(source.text)
+    facts = _facts(settings, source, tokenizer)
     config = resolve(settings, facts, device)
     model = load_model(
-        directory,
+        source.model,
         dtype=config.dtype,
+        load_format="dummy" if source.is_random else "auto",
+        device=config.device,
         proposer=config.spec.proposer if config.spec is not None else None,
         max_context=config.max_context,
         on_progress=on_progress,
@@ -62,11 +54,11 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     on_progress("kernels", 1, 1)
     is_automatic = config.spec is not None and config.spec.is_automatic
     costs = runner.measure_costs() if is_automatic else None
-    info = _info(config, facts, directory, time.monotonic() - started)
+    info = _info(config, facts, source.text, time.monotonic() - started)
     steps = BackgroundRunner(runner.execute) if config.overlap else runner
     engine = Engine(config, steps, tokenizer, info, costs=costs)
     if prompts:
-        run_warmup(engine, prompts, settings, directory, tokenizer, on_progress)
+        run_warmup(engine, prompts, settings, source.text, tokenizer, on_progress)
     return engine
 
 
@@ -87,12 +79,10 @@ def _make_runner(model: Decoder, config: EngineConfig) -> ModelRunner:
         ) from error
 
 
-def _facts(settings: Settings, directory: Path, tokenizer: Tokenizer) -> ModelFacts:
+def _facts(settings: Settings, source: ModelSource, tokenizer: Tokenizer) -> ModelFacts:
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
-    name = "hyradix-demo" if settings.model == DEMO else settings.model.rstrip("/")
-    if Path(name).is_dir():
-        name = directory.name
-    facts = model_facts(directory, dtype, name=name)
+    heads = random_heads(load_config(source.model)) if source.is_random else None
+    facts = model_facts(source.model, dtype, name=source.name, heads=heads)
     if facts.eos_token_ids:
         return facts
     return replace(facts, eos_token_ids=tuple(tokenizer.eos_token_ids))

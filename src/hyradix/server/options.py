@@ -19,6 +19,8 @@ from hyradix.config import Settings
 
 HELP = {
     "model": "Model: a name on the hub, a directory, or 'demo' (comes with Hyradix).",
+    "random_weights": "A config.json (or its directory): a model of its shape with random weights, "
+    "for measurements.",
     "served_model_name": "Name that clients use for the model. (default: the model's)",
     "dtype": "auto (the checkpoint's; float32 on the CPU), float32 or bfloat16.",
     "device": "auto, cpu or cuda.",
