@@ -27,9 +27,7 @@ def test_a_weight_depends_on_seed_and_name_alone():
     assert torch.equal(one[name].read(), one[name].read())
     assert torch.equal(one[name].read(), init_random(config, 1)[name])
     assert not torch.equal(one[name].read(), other[name].read())
-    assert not torch.equal(
-        one[name].read(), one["model.layers.1.mlp.up_proj.weight"].read()
-    )
+    assert not torch.equal(one[name].read(), one["model.layers.1.mlp.up_proj.weight"].read())
 
 
 def test_matrices_are_drawn_in_the_type_asked_for():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hyradix.config import DeviceFacts, Settings, resolve
 from hyradix.engine.build import _info
-from hyradix.engine.model_source import find_model
 from hyradix.engine.engine import Engine
+from hyradix.engine.model_source import find_model
 from hyradix.models.decoder import Decoder
 from hyradix.models.loader import load_model, model_facts
 from hyradix.runner.background import BackgroundRunner

@@ -6,6 +6,7 @@ Read next: ``engine.py``.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,8 @@ from hyradix.runner.runner import ModelRunner
 from hyradix.sampling.sampler import Sampler
 from hyradix.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("hyradix.engine")
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -35,6 +38,8 @@ def build_engine(settings: Settings, on_progress: Progress) -> Engine:
     check_settings(settings)
     prompts = read_prompts(settings)
     source = find_source(settings, on_progress)
+    if source.note:
+        logger.warning("%s", source.note)
     device = device_facts("cpu" if settings.device == "auto" else settings.device)
     tokenizer = Tokenizer.from_dir(source.text)
     facts = _facts(settings, source, tokenizer)

@@ -7,7 +7,6 @@ Read next: ``build.py``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from hyradix.models.checkpoint import find_directory
 from hyradix.models.loader import load_config
 from hyradix.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("hyradix.engine")
-
 Progress = Callable[[str, int, int], None]
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 _CONFIG = "config.json"
@@ -28,12 +25,16 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """model: a directory, or a config file whose weights are drawn. text: the tokenizer's."""
+    """model: a directory, or a config file whose weights are drawn. text: the tokenizer's.
+
+    note: what its user should know; empty: nothing.
+    """
 
     name: str
     model: Path
     text: Path
     is_random: bool = False
+    note: str = ""
 
 
 def find_model(name: str, on_progress: Progress | None = None) -> Path:
@@ -72,12 +73,12 @@ def _random_source(config: str, model: str) -> ModelSource:
     name = directory.name if path.name == _CONFIG else path.stem
     has_text = path.name == _CONFIG and any((directory / x).is_file() for x in _TOKENIZERS)
     model_path = directory if path.name == _CONFIG else path
-    text = directory if has_text else _stand_in(path)
-    return ModelSource(f"random-{name}", model_path, text, is_random=True)
+    text, note = (directory, "") if has_text else _stand_in(path)
+    return ModelSource(f"random-{name}", model_path, text, is_random=True, note=note)
 
 
-def _stand_in(config: Path) -> Path:
-    """The demo model's tokenizer, whose ids every larger vocabulary has too."""
+def _stand_in(config: Path) -> tuple[Path, str]:
+    """The demo model's tokenizer, whose ids every larger vocabulary has too; what to say of it."""
     text = demo_directory()
     needed, size = Tokenizer.from_dir(text).vocab_size, load_config(config).vocab_size
     if size < needed:
@@ -86,11 +87,8 @@ def _stand_in(config: Path) -> Path:
             f"demo model's ({needed})",
             param="random_weights",
         )
-    logger.warning(
-        "%s has no tokenizer: text is read and written by the demo model's (%d of %d token ids); "
-        "token ids are taken as they are",
-        config.name,
-        needed,
-        size,
+    note = (
+        f"{config.name} has no tokenizer: text is read and written by the demo model's ({needed} "
+        f"of {size} token ids); token ids are taken as they are"
     )
-    return text
+    return text, note

@@ -55,9 +55,7 @@ def load_config(model: Path | str) -> ModelConfig:
     try:
         return family.parse_config(raw, generation)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ModelLoadError(
-            f"{path} has a field of the wrong form: {error!r}"
-        ) from error
+        raise ModelLoadError(f"{path} has a field of the wrong form: {error!r}") from error
 
 
 def model_facts(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -62,10 +62,16 @@ PANEL = "Engine"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter ``settings`` by one option per field of ``Settings``."""
+def with_settings(
+    command: Callable[..., None], *, without: Iterable[str] = ()
+) -> Callable[..., None]:
+    """Replace a command's parameter ``settings`` by one option per field of ``Settings``.
+
+    without: fields that the command has no such option for.
+    """
     own = inspect.signature(command, eval_str=True).parameters
-    names = [field.name for field in dataclasses.fields(Settings)]
+    shown = [field for field in dataclasses.fields(Settings) if field.name not in without]
+    names = [field.name for field in shown]
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
@@ -73,7 +79,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(settings=Settings.from_options(**chosen), **options)
 
     parameters = [p for p in own.values() if p.name != "settings"]
-    parameters += [_parameter(field) for field in dataclasses.fields(Settings)]
+    parameters += [_parameter(field) for field in shown]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     del wrapper.__wrapped__
