@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hyradix.config import DeviceFacts, Settings, resolve
-from hyradix.engine.build import _info
+from hyradix.engine.build import _info, build_engine
 from hyradix.engine.engine import Engine
 from hyradix.engine.model_source import find_model
 from hyradix.models.decoder import Decoder
@@ -56,3 +56,15 @@ class DemoEngines(Engines):
     def __init__(self, model: str = "demo", *, dtype: str = "float32") -> None:
         directory = find_model(model)
         super().__init__(directory, Tokenizer.from_dir(directory), dtype=dtype)
+
+
+class BuiltEngines:
+    """Engines as ``serve`` builds them, on any device: each loads the model and warms up anew."""
+
+    def __init__(self, model: str = "demo", *, device: str, dtype: str = "float32") -> None:
+        self._options: dict[str, object] = {"model": model, "device": device, "dtype": dtype}
+
+    def make(self, **options: object) -> Engine:
+        """An engine; 16 Ki KV slots and 64 states unless told."""
+        defaults = {"kv_slots": 16_384, "states": 64, **self._options}
+        return build_engine(Settings.from_options(**{**defaults, **options}), lambda *_: None)

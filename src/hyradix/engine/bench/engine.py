@@ -72,7 +72,7 @@ class EngineBenchOptions:
             max_requests=settings.max_requests or rows,
             max_context=settings.max_context or max(length for _, length in lengths) + 1,
             kv_slots=settings.kv_slots or most + most // 4 + 64,
-            states=settings.states or 2 * rows + 16,
+            states=settings.states or rows + rows // 2 + 16,
         )
 
 
