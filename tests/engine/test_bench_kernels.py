@@ -1,0 +1,117 @@
+"""``hyradix bench kernels`` from the inside, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyradix.engine.bench import kernels
+from hyradix.engine.bench.bandwidth import measure_bandwidth, measure_gemm
+from hyradix.engine.bench.cases import Bench, Check, time_bench
+from hyradix.engine.bench.compiled_kernels import CompiledKernels, KernelShape
+from hyradix.engine.bench.kernels import KernelBenchOptions, bench_kernels, kernel_shape
+from hyradix.engine.bench.plot import check_plot, plot_kernels
+from hyradix.engine.demo import demo_directory
+from hyradix.errors import ConfigError
+from hyradix.models.loader import load_config
+from tests.support.real_server import ROOT
+
+CPU = torch.device("cpu")
+SHAPE = KernelShape(
+    hidden=48, intermediate=40, vocab=97, heads=4, kv_heads=2, head_dim=16, k_heads=2, v_heads=4,
+    k_dim=16, v_dim=16, width=4,
+)  # fmt: skip
+OPTIONS = KernelBenchOptions(device="cpu", batches=(1, 8))
+
+
+@pytest.fixture(autouse=True)
+def _small_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "measure_bandwidth", lambda d: measure_bandwidth(d, 1 << 20))
+
+
+def test_checks_and_times_of_the_compiled_kernels(tmp_path: Path) -> None:
+    lines: list[str] = []
+    report = bench_kernels(OPTIONS, SHAPE, lines.append)
+    assert report["failed"] == 0
+    kinds = {row["name"] for row in report["timings"]}
+    assert kinds >= {"linear, gdn in", "gdn step", "attention decode", "conv"}
+    assert {row["batch"] for row in report["timings"]} == {1, 8}
+    for row in report["timings"]:
+        assert row["us"] > 0
+        rate = row["bytes"] / row["us"] * 1e6
+        assert row["share"] == pytest.approx(rate / (report["bandwidth_tb_s"]["copy"] * 1e12), 0.01)
+    assert lines[-1].startswith("14 checks, 0 failed")
+    plot_kernels(report | {"device": "here"}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = CompiledKernels._conv
+
+    def wrong(self: CompiledKernels, batch: int) -> object:
+        case = right(self, batch)
+        return replace(case, run=lambda: case.run() * 1.01)
+
+    monkeypatch.setattr(CompiledKernels, "_conv", wrong)
+    report = bench_kernels(replace(OPTIONS, check_only=True), SHAPE, lambda _: None)
+    assert report["failed"] == 2
+    assert report["timings"] == []
+
+
+def test_the_budget_and_a_failing_bench() -> None:
+    report = bench_kernels(replace(OPTIONS, budget_s=0.0), SHAPE, lambda _: None)
+    assert all(row["skipped"] == "the budget is over" for row in report["timings"])
+
+    class Broken:
+        def benches(self, device, *, tune):
+            yield Bench("broken", 1, 4, lambda n: [lambda: 1 / 0])
+
+    rows = list(kernels._time(Broken(), OPTIONS, CPU, 1.0, float("inf"), lambda _: None))
+    assert "ZeroDivisionError" in rows[0]["failed"]
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no CUDA device"):
+        bench_kernels(replace(OPTIONS, device="cuda"), SHAPE)
+    with pytest.raises(ConfigError, match="must be auto, cpu or cuda"):
+        bench_kernels(replace(OPTIONS, device="tpu"), SHAPE)
+    with pytest.raises(ConfigError, match="sections on cpu are compiled"):
+        bench_kernels(replace(OPTIONS, only=("recurrent",)), SHAPE)
+    with pytest.raises(ConfigError, match="gated delta net"):
+        kernel_shape(load_config(ROOT / "benchmarks/configs/Bamba-9B.json"))
+    monkeypatch.setattr(kernels, "ROOT", Path("/nowhere"))
+    with pytest.raises(ConfigError, match="of a checkout, which is not here"):
+        kernels.section_names(OPTIONS, torch.device("cuda"))
+
+
+def test_the_demo_models_shape_and_the_gpus_sections() -> None:
+    shape = kernel_shape(load_config(demo_directory()))
+    assert (shape.hidden, shape.channels, shape.projected) == (320, 1024, 1552)
+    names = kernels.section_names(OPTIONS, torch.device("cuda"))
+    assert {"recurrent", "attention", "dense", "prefill"} <= set(names)
+    assert "bench" not in names
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hyradix\[plot\]'"):
+        check_plot()
+
+
+def test_rates_and_times_are_of_what_ran() -> None:
+    found = measure_bandwidth(CPU, 1 << 20)
+    assert found.copy > 1e8
+    assert found.read > 1e8
+    assert measure_gemm(CPU, torch.float32, 64) > 1e7
+    calls: list[int] = []
+    bench = Bench("count", 1, 1 << 30, lambda n: [lambda i=i: calls.append(i) for i in range(n)])
+    assert bench.num_sets == 1
+    assert time_bench(bench, CPU) < 1.0
+    assert set(calls) == {0}
+    assert Check("x", 0.5, 0.5).is_ok
+    assert not Check("x", float("nan"), 0.5).is_ok
