@@ -63,7 +63,7 @@ def test_figures_leave_failures_out() -> None:
 @pytest.mark.parametrize("arrival", [["--concurrency", "3"], ["--speed", "1000"]])
 def test_a_real_server(server_url: str, tmp_path: Path, arrival: list[str]) -> None:
     out = tmp_path / "load.json"
-    sizes = ["--requests", "6", "--scale", "0.01", "--longest", "200"]
+    sizes = ["--requests", "4", "--scale", "0.01", "--longest", "200"]
     assert main(["--base-url", server_url, *sizes, *arrival, "--json", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
     assert results["failures"] == 0

@@ -9,7 +9,7 @@ import pytest
 
 from hyradix.config import Settings
 from hyradix.engine.bench.commands import EngineBenchOptions, run_engine
-from hyradix.engine.bench.engine import Driver, Run, Step, medians
+from hyradix.engine.bench.engine import Driver, Run, Step, decode_case, medians
 from hyradix.engine.bench.floors import Floors, known_figures
 from hyradix.engine.bench.plot import plot_engine
 from hyradix.engine.bench.start import Stages, process_age_s
@@ -86,8 +86,6 @@ def test_a_reply_that_ends_too_soon_is_said_so(settings: Settings) -> None:
         random_weights=small.random_weights, num_threads=1, max_prefill_tokens=8, max_context=80,
         max_requests=3, kv_slots=400, states=8,
     ))  # fmt: skip
-    from hyradix.engine.bench.engine import decode_case
-
     with pytest.raises(ConfigError, match="ends before all 3 prompts"):
         decode_case(driver, options, 3)
 

@@ -30,7 +30,7 @@ class FakeBench:
     def check_plot(self) -> None:
         self.asked.append("plot")
 
-    def KernelBenchOptions(self, **options: Any) -> Any:  # noqa: N802 (as the real one)
+    def KernelBenchOptions(self, **options: Any) -> Any:
         return options
 
     EngineBenchOptions = KernelBenchOptions
