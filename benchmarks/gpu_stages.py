@@ -245,6 +245,8 @@ def ncu(output: str) -> dict[str, Any]:
         return {"error": "no table in ncu's output"}
     kernels: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[first:]))):
+        if not (row["ID"] or "").isdecimal():
+            continue  # what the program printed itself
         kernel = kernels.setdefault(row["Kernel Name"], {})
         known = NCU_METRICS.get(row.get("Metric Name") or "")
         if known is not None:

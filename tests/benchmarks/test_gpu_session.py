@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_session, gpu_stages
 from benchmarks.gpu_session import Session, main, run_stage, table
@@ -99,7 +101,7 @@ def test_outputs_of_tools_are_read() -> None:
         '"0","_step","SpeedOfLight","","","","SOLBottleneck","INF","Memory is more utilized"',
         '"1","_step","GPU Speed Of Light","Duration","us","10.1","","",""',
     ]
-    found = ncu("\n".join(["==PROF== connected", header, *rows]))
+    found = ncu("\n".join(["==PROF== connected", header, *rows, "a bench, 64: 9 bytes"]))
     assert found == {
         "kernels": {
             "_step": {
@@ -115,3 +117,11 @@ def test_outputs_of_tools_are_read() -> None:
 def test_the_table_names_every_stage() -> None:
     entries = {"one": {"seconds": 1.0, "status": "ok", "figures": {"a": 1}}}
     assert table(entries).splitlines()[1] == 'one                1.0  ok {"a": 1}'
+
+
+def test_the_profiled_benches_exist() -> None:
+    pytest.importorskip("triton")
+    for section, name, batch in gpu_stages.HOTTEST:
+        module = importlib.import_module(f"benchmarks.gpu.{section}")
+        benches = module.benches(torch.device("meta"), tune=False)
+        assert any((x.name, x.batch) == (name, batch) for x in benches), name

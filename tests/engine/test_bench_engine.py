@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hyradix.config import Settings
 from hyradix.engine.bench.commands import EngineBenchOptions, run_engine
-from hyradix.engine.bench.engine import Driver, Run, Step, decode_case, medians
+from hyradix.engine.bench.engine import DeviceClock, Driver, Run, Step, decode_case, medians
 from hyradix.engine.bench.floors import Floors, known_figures
 from hyradix.engine.bench.plot import plot_engine
 from hyradix.engine.bench.start import Stages, process_age_s
@@ -97,6 +98,34 @@ def test_full_steps_follow_full_steps() -> None:
     run = Run([step(n) for n in (1, 2, 2, 2, 1)], [])
     assert len(run.full_steps(2)) == 2
     assert medians([{"a": 1.0, "b": None}, {"a": 3.0, "b": None}]) == {"a": 2.0, "b": None}
+
+
+class FakeEvent:
+    """An event of a device that is as slow as its clock says."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_device_time_is_that_of_submits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the loop that schedules nothing has none."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = DeviceClock()
+    for part, at in (("schedule", 1.0), ("submit", 4.0), ("schedule", 9.0), ("wait", 9.5),
+                     ("schedule", 10.0), ("submit", 12.0), ("commit", 13.0)):  # fmt: skip
+        FakeEvent.now = at
+        clock(part)  # type: ignore[arg-type]
+    assert clock.take() == [3.0, 2.0]
+    assert clock.take() == []
 
 
 def test_floors_are_those_of_the_table() -> None:

@@ -97,6 +97,17 @@ def test_the_demo_models_shape_and_the_gpus_sections() -> None:
     assert "bench" not in names
 
 
+def test_a_gpus_section_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here in Triton's interpreter; a section that breaks off is a failed check."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options = replace(OPTIONS, check_only=True, batches=())
+    checks = kernels._checks_in_processes(["keeping", "missing"], options)
+    assert {check["section"] for check in checks if "section" in check} == {"keeping"}
+    assert all(check["ok"] for check in checks[:-1])
+    assert checks[-1] == {"name": "section missing", "error": "it broke off", "ok": False}
+
+
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'hyradix\[plot\]'"):

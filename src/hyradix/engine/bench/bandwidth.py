@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-_GPU_BYTES, _CPU_BYTES = 2 << 30, 128 << 20
+_GPU_BYTES, _CPU_BYTES = 1 << 30, 128 << 20
 _ROUNDS = 9
 
 
@@ -32,7 +32,7 @@ class Bandwidth:
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwidth:
     """A copy and a read of buffers far larger than the caches: medians.
 
-    Effects: holds twice ``num_bytes`` of the device (4 GiB of a GPU) for the moment.
+    Effects: holds twice ``num_bytes`` of the device (2 GiB of a GPU) for the moment.
     """
     num_bytes = num_bytes or (_GPU_BYTES if device.type == "cuda" else _CPU_BYTES)
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)

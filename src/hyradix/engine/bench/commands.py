@@ -72,6 +72,8 @@ def run_engine(
         "start": {str(log): driver.start for log, driver in drivers.items()},
         "process_to_ready_s": ages[0],
     }
+    if known is not None:
+        report["target_ready_s"] = known.target_ready_s
     _print_start(report)
     with LoadingBar(is_shown=sys.stderr.isatty()) as bar:
         rounds = measure(drivers, options, lambda done, all_: bar.update("Rounds", done, all_))

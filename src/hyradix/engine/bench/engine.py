@@ -92,22 +92,24 @@ class DeviceClock:
     """Events around what ``submit`` launches, on the stream that is current."""
 
     def __init__(self) -> None:
+        self._begin: torch.cuda.Event | None = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, part: Part) -> None:
         """See ``StepTimes.observer``."""
         if part == "schedule":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self._events.append((begin, end))
-        elif part == "submit":
-            self._events[-1][1].record()
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        elif part == "submit" and self._begin is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._events.append((self._begin, end))
 
     def take(self) -> list[float]:
         """Milliseconds of the submits since the last call, in order."""
         torch.cuda.synchronize()
         events, self._events = self._events, []
-        return [begin.elapsed_time(end) for begin, end in events if end.query()]
+        return [float(begin.elapsed_time(end)) for begin, end in events]
 
 
 class Driver:
@@ -153,7 +155,7 @@ class Driver:
         if self._device_clock is not None:
             times = self._device_clock.take()
             submitted = [i for i, step in enumerate(steps) if "submit" in step.parts]
-            for i, milliseconds in zip(submitted, times, strict=False):
+            for i, milliseconds in zip(submitted, times, strict=True):
                 steps[i] = replace(steps[i], device_ms=milliseconds)
         failed = [output.error for output in outputs if output.error]
         if failed or len(outputs) != len(prompts):
