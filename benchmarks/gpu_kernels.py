@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
         return compile_only(wanted, tune="--tune" in arguments)
     from hyradix.server import cli
 
+    arguments = ["--time-only" if x == "--no-check" else x for x in arguments]
     sys.argv = ["hyradix", "bench", "kernels", "--device", "cuda", *arguments]
     cli.main()
     return 0

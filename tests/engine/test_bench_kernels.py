@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyradix.engine.bench import kernels
+from hyradix.engine.bench import kernels, sections
 from hyradix.engine.bench.bandwidth import measure_bandwidth, measure_gemm
 from hyradix.engine.bench.cases import Bench, Check, time_bench
 from hyradix.engine.bench.compiled_kernels import CompiledKernels, KernelShape
-from hyradix.engine.bench.kernels import KernelBenchOptions, bench_kernels, kernel_shape
+from hyradix.engine.bench.kernels import bench_kernels, kernel_shape
 from hyradix.engine.bench.plot import check_plot, plot_kernels
+from hyradix.engine.bench.sections import KernelBenchOptions
+from hyradix.engine.bench.tuning import winners
 from hyradix.engine.demo import demo_directory
 from hyradix.errors import ConfigError
 from hyradix.models.loader import load_config
@@ -84,15 +86,15 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_kernels(replace(OPTIONS, only=("recurrent",)), SHAPE)
     with pytest.raises(ConfigError, match="gated delta net"):
         kernel_shape(load_config(ROOT / "benchmarks/configs/Bamba-9B.json"))
-    monkeypatch.setattr(kernels, "ROOT", Path("/nowhere"))
+    monkeypatch.setattr(sections, "ROOT", Path("/nowhere"))
     with pytest.raises(ConfigError, match="of a checkout, which is not here"):
-        kernels.section_names(OPTIONS, torch.device("cuda"))
+        sections.section_names(OPTIONS, torch.device("cuda"))
 
 
 def test_the_demo_models_shape_and_the_gpus_sections() -> None:
     shape = kernel_shape(load_config(demo_directory()))
     assert (shape.hidden, shape.channels, shape.projected) == (320, 1024, 1552)
-    names = kernels.section_names(OPTIONS, torch.device("cuda"))
+    names = sections.section_names(OPTIONS, torch.device("cuda"))
     assert {"recurrent", "attention", "dense", "prefill"} <= set(names)
     assert "bench" not in names
 
@@ -102,7 +104,7 @@ def test_a_gpus_section_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     options = replace(OPTIONS, check_only=True, batches=())
-    checks = kernels._checks_in_processes(["keeping", "missing"], options)
+    checks = sections.checks_in_processes(["keeping", "missing"], options)
     assert {check["section"] for check in checks if "section" in check} == {"keeping"}
     assert all(check["ok"] for check in checks[:-1])
     assert checks[-1] == {"name": "section missing", "error": "it broke off", "ok": False}
@@ -126,3 +128,34 @@ def test_rates_and_times_are_of_what_ran() -> None:
     assert set(calls) == {0}
     assert Check("x", 0.5, 0.5).is_ok
     assert not Check("x", float("nan"), 0.5).is_ok
+
+
+def test_winners_stay_while_they_are_close() -> None:
+    def row(batch: int, config: str, us: float) -> dict[str, object]:
+        return {"name": "step", "batch": batch, "config": config, "us": us}
+
+    found = winners(
+        [row(1, "", 9.0), row(1, "A", 5.0), row(1, "B", 6.0), row(8, "A", 10.1), row(8, "B", 10.0),
+         row(64, "A", 30.0), row(64, "B", 20.0), {"name": "step", "batch": 64, "skipped": True}]
+    )  # fmt: skip
+    assert found.splitlines() == [
+        "step:",
+        "        (1, A),  # 1: 5.0 us, table 9.0  # 8: 10.1 us, table 0.0",
+        "        (64, B),  # 64: 20.0 us, table 0.0",
+    ]
+    assert winners([{"name": "x", "batch": 1, "config": "", "us": 1.0}]) == ""
+
+
+def test_candidates_are_compiled_once_for_all_batches() -> None:
+    class Tuned:
+        def checks(self, device):
+            return iter(())
+
+        def benches(self, device, *, tune):
+            for batch in (1, 8):
+                for config in (None, "A"):
+                    yield Bench("step", batch, 4, lambda n: [], config=config)
+
+    tuned = replace(OPTIONS, tune=True)
+    assert len(sections._to_compile(Tuned(), OPTIONS, CPU)) == 4
+    assert len(sections._to_compile(Tuned(), tuned, CPU)) == 2

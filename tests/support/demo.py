@@ -67,4 +67,7 @@ class BuiltEngines:
     def make(self, **options: object) -> Engine:
         """An engine; 16 Ki KV slots and 64 states unless told."""
         defaults = {"kv_slots": 16_384, "states": 64, **self._options}
-        return build_engine(Settings.from_options(**{**defaults, **options}), lambda *_: None)
+        chosen = {**defaults, **options}
+        if chosen["device"] != "cpu" and chosen.get("max_prefill_tokens") == 0:
+            del chosen["max_prefill_tokens"]  # a GPU's steps are bounded: its default is the most
+        return build_engine(Settings.from_options(**chosen), lambda *_: None)

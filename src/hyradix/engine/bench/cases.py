@@ -20,6 +20,7 @@ import torch
 
 Call = Callable[[], object]
 BATCHES = (1, 8, 64, 256)
+TUNED = (1, 8, 16, 32, 64, 128, 256)
 _COLD_BYTES = 256 << 20
 _BENCH_S = 0.05
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 100
@@ -48,6 +49,8 @@ class Bench:
     build: Callable[[int], list[Call]]
     flops: int = 0
     note: str = ""
+    config: object = None
+    """A candidate of the static table, where tables are tuned; None: what the table says."""
 
     @property
     def num_sets(self) -> int:

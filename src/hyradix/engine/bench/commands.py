@@ -16,8 +16,9 @@ from hyradix.config import Settings
 from hyradix.engine.bench.bandwidth import measure_bandwidth, measure_gemm
 from hyradix.engine.bench.engine import Driver, EngineBenchOptions, measure, medians
 from hyradix.engine.bench.floors import Floors, Known, known_figures
-from hyradix.engine.bench.kernels import KernelBenchOptions, bench_kernels, kernel_shape
+from hyradix.engine.bench.kernels import bench_kernels, kernel_shape
 from hyradix.engine.bench.provenance import frame
+from hyradix.engine.bench.sections import KernelBenchOptions
 from hyradix.engine.bench.start import process_age_s
 from hyradix.engine.demo import demo_directory
 from hyradix.engine.loading_bar import LoadingBar
