@@ -7,7 +7,7 @@ Invariants: a configuration changes speed, never results beyond the order of sum
 does not list takes the nearest smaller batch's row of the ``default`` device.
 The rows are reasoned from registers and spills of compiled kernels; none has been timed against
 another on a device yet.
-Read next: ``benchmarks/gpu/`` (which times them).
+Read next: ``benchmarks/gpu_kernels.py`` (which times them).
 """
 
 from __future__ import annotations
