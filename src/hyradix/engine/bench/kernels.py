@@ -29,7 +29,6 @@ from hyradix.engine.bench.sections import (
     section_names,
 )
 from hyradix.engine.bench.tuning import winners
-from hyradix.engine.device import device_facts
 from hyradix.errors import ConfigError
 from hyradix.models.config import ModelConfig
 
@@ -48,7 +47,7 @@ def bench_kernels(
     if device.type == "cuda":
         checks = checks_in_processes(names, options)
     else:
-        sections = {"compiled": CompiledKernels(shape, num_threads=_num_threads())}
+        sections = {"compiled": CompiledKernels(shape, num_threads=torch.get_num_threads())}
         found = () if options.time_only else sections["compiled"].checks(device)
         checks = [as_json(check) for check in found]
     report: dict[str, Any] = {"checks": checks, "timings": []}
@@ -102,10 +101,6 @@ def check_device(name: str) -> torch.device:
             param="device",
         )
     return torch.device(name)
-
-
-def _num_threads() -> int:
-    return device_facts("cpu").num_threads
 
 
 def _time(
