@@ -31,7 +31,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from benchmarks.figures import save, spread  # noqa: E402
 from hyradix import LLM, SamplingParams  # noqa: E402
-from hyradix.engine.build import find_model  # noqa: E402
+from hyradix.engine.model_source import find_model  # noqa: E402
 from hyradix.models.loader import init_random, load_config  # noqa: E402
 
 BATCHES = (1, 8, 32)

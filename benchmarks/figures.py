@@ -68,7 +68,7 @@ def _git(*arguments: str) -> str:
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("HYRADIX_COMMIT", "unknown") if "rev-parse" in arguments else ""
     return done.stdout.strip()
 
 

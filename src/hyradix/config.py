@@ -84,6 +84,8 @@ class Settings:
     """What a user may set; every name is also a ``hyradix serve`` option."""
 
     model: str = "demo"
+    random_weights: str | None = None
+    """A config.json (or its directory) to make a model of without weights, in place of one."""
     served_model_name: str | None = None
     dtype: str = "auto"
     """auto (the checkpoint's; float32 on the CPU), float32 or bfloat16."""

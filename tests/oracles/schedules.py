@@ -21,7 +21,7 @@ import numpy as np
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import RequestOutput
 from hyradix.request import Boundary, BoundaryKind, FinishReason, Request, SamplingParams
-from tests.support.demo import DemoEngines, Engines
+from tests.support.demo import BuiltEngines, DemoEngines, Engines
 
 NEAR_TIE = 1e-4
 CHUNKS = (7, 16, 128, 0)
@@ -145,7 +145,9 @@ def run_schedule(
     return list(items.values())
 
 
-def compare(item: Item, reference: Reference, tally: Tally, chunk: int) -> None:
+def compare(
+    item: Item, reference: Reference, tally: Tally, chunk: int, *, near_tie: float = NEAR_TIE
+) -> None:
     """Count one request; list its first difference, if there is one."""
     assert item.last is not None
     tally.requests += 1
@@ -171,22 +173,23 @@ def compare(item: Item, reference: Reference, tally: Tally, chunk: int) -> None:
         "cached": item.last.num_cached_tokens,
         "prompt": len(item.tokens),
     }
-    is_tie = at < len(gaps) and gaps[at] < NEAR_TIE
+    is_tie = at < len(gaps) and gaps[at] < near_tie
     (tally.near_ties if is_tie else tally.failures).append(entry)
 
 
-def make_reference(engines: Engines) -> Reference:
+def make_reference(engines: Engines | BuiltEngines) -> Reference:
     """Of every request, on an engine of its own."""
     return Reference(engines.make(prefix_cache=False, max_requests=1, num_threads=1))
 
 
 def run(
-    engines: Engines,
+    engines: Engines | BuiltEngines,
     count: int,
     seed: int = 0,
     *,
     sizes: Sizes = Sizes(),
     reference: Reference | None = None,
+    near_tie: float = NEAR_TIE,
     **options: object,
 ) -> Tally:
     """``count`` schedules; the chunk size goes round, the rest comes from ``options``."""
@@ -209,7 +212,7 @@ def run(
         tally.draft_rounds += stats.num_draft_rounds
         tally.accepted_tokens += stats.num_accepted_tokens
         for item in items:
-            compare(item, reference, tally, chunk)
+            compare(item, reference, tally, chunk, near_tie=near_tie)
     return tally
 
 
@@ -221,13 +224,21 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--force-preempt-every", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--near-tie", type=float, default=NEAR_TIE, help="a gap of logprobs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.monotonic()
+    if args.device == "cpu":
+        engines: Engines | BuiltEngines = DemoEngines(args.model, dtype=args.dtype)
+    else:
+        engines = BuiltEngines(args.model, device=args.device, dtype=args.dtype)
     tally = run(
-        DemoEngines(args.model),
+        engines,
         args.schedules,
         args.seed,
+        near_tie=args.near_tie,
         overlap=args.overlap,
         force_preempt_every=args.force_preempt_every,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hyradix.config import DeviceFacts, Settings, resolve
-from hyradix.engine.build import _info, find_model
+from hyradix.engine.build import _info, build_engine
 from hyradix.engine.engine import Engine
+from hyradix.engine.model_source import find_model
 from hyradix.models.decoder import Decoder
 from hyradix.models.loader import load_model, model_facts
 from hyradix.runner.background import BackgroundRunner
@@ -55,3 +56,18 @@ class DemoEngines(Engines):
     def __init__(self, model: str = "demo", *, dtype: str = "float32") -> None:
         directory = find_model(model)
         super().__init__(directory, Tokenizer.from_dir(directory), dtype=dtype)
+
+
+class BuiltEngines:
+    """Engines as ``serve`` builds them, on any device: each loads the model and warms up anew."""
+
+    def __init__(self, model: str = "demo", *, device: str, dtype: str = "float32") -> None:
+        self._options: dict[str, object] = {"model": model, "device": device, "dtype": dtype}
+
+    def make(self, **options: object) -> Engine:
+        """An engine; 16 Ki KV slots and 64 states unless told."""
+        defaults = {"kv_slots": 16_384, "states": 64, **self._options}
+        chosen = {**defaults, **options}
+        if chosen["device"] != "cpu" and chosen.get("max_prefill_tokens") == 0:
+            del chosen["max_prefill_tokens"]  # a GPU's steps are bounded: its default is the most
+        return build_engine(Settings.from_options(**chosen), lambda *_: None)

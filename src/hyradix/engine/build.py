@@ -13,26 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from hyradix.config import EngineConfig, ModelFacts, Settings, check_settings, dtype_on, resolve
-from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.engine.device import device_facts
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import EngineInfo
+from hyradix.engine.model_source import ModelSource, find_source
 from hyradix.engine.runners import measure, start_runner
 from hyradix.engine.warmup import read_prompts, run_warmup
-from hyradix.models.checkpoint import find_directory
-from hyradix.models.loader import load_model, model_facts
+from hyradix.models.head_names import random_heads
+from hyradix.models.loader import load_config, load_model, model_facts
 from hyradix.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("hyradix.engine")
 
 Progress = Callable[[str, int, int], None]
-
-
-def find_model(name: str, on_progress: Progress | None = None) -> Path:
-    """The directory of a model: ``demo``, a path, or a hub name. Raises ``ModelLoadError``."""
-    if name == DEMO:
-        return demo_directory()
-    return find_directory(name, on_progress=on_progress).resolve()
 
 
 def build_engine(settings: Settings, on_progress: Progress, *, backend: str = "auto") -> Engine:
@@ -43,14 +36,17 @@ def build_engine(settings: Settings, on_progress: Progress, *, backend: str = "a
     started = time.monotonic()
     check_settings(settings)
     prompts = read_prompts(settings)
-    directory = find_model(settings.model, on_progress)
+    source = find_source(settings, on_progress)
+    if source.note:
+        logger.warning("%s", source.note)
     device = device_facts(settings.device, memory_fraction=settings.memory_fraction)
-    tokenizer = Tokenizer.from_dir(directory)
-    facts = _facts(settings, directory, tokenizer, device.kind)
+    tokenizer = Tokenizer.from_dir(source.text)
+    facts = _facts(settings, source, tokenizer, device.kind)
     config = resolve(settings, facts, device)
     model = load_model(
-        directory,
+        source.model,
         dtype=config.dtype,
+        load_format="dummy" if source.is_random else "auto",
         backend=backend,
         device=config.device,
         proposer=config.spec.proposer if config.spec is not None else None,
@@ -60,19 +56,17 @@ def build_engine(settings: Settings, on_progress: Progress, *, backend: str = "a
     if device.kind == "cuda":
         config = resolve(settings, facts, measure(model, config, settings.memory_fraction))
     runner, costs = start_runner(model, config, on_progress)
-    info = _info(config, facts, directory, time.monotonic() - started)
+    info = _info(config, facts, source.text, time.monotonic() - started)
     engine = Engine(config, runner, tokenizer, info, costs=costs)
     if prompts:
-        run_warmup(engine, prompts, settings, directory, tokenizer, on_progress)
+        run_warmup(engine, prompts, settings, source.text, tokenizer, on_progress)
     return engine
 
 
-def _facts(settings: Settings, directory: Path, tokenizer: Tokenizer, kind: str) -> ModelFacts:
+def _facts(settings: Settings, source: ModelSource, tokenizer: Tokenizer, kind: str) -> ModelFacts:
     dtype = dtype_on(kind, settings.dtype)
-    name = "hyradix-demo" if settings.model == DEMO else settings.model.rstrip("/")
-    if Path(name).is_dir():
-        name = directory.name
-    facts = model_facts(directory, dtype, device=kind, name=name)
+    heads = random_heads(load_config(source.model)) if source.is_random else None
+    facts = model_facts(source.model, dtype, device=kind, name=source.name, heads=heads)
     if facts.eos_token_ids:
         return facts
     return replace(facts, eos_token_ids=tuple(tokenizer.eos_token_ids))

@@ -24,6 +24,7 @@ from hyradix.engine.messages import (
     refusal_of,
 )
 from hyradix.engine.statistics import collect_stats, view_cache
+from hyradix.engine.step_times import StepTimes
 from hyradix.errors import HyradixError, RequestFailedError
 from hyradix.request import FinishReason, PromptLogprobs, Request, Runner, TokenLogprobs
 from hyradix.scheduler.progress import Progress
@@ -62,7 +63,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
-        self._clock = clock
+        self.times = StepTimes(clock)
+        """What the parts of the last step took."""
         self.scheduler = Scheduler(config, self, costs=costs)
         self._config = config
         self._runner = runner
@@ -98,18 +100,24 @@ class Engine:
 
         With overlap the newest step stays in flight while the one before it is committed.
         """
-        started = self._clock()
+        times = self.times
+        times.begin()
         outputs, self._outbox = self._outbox, []
         batch = self.scheduler.schedule()
+        times.end("schedule")
         if batch is not None:
             self._runner.submit(batch)
+            times.end("submit")
         may_run_on = 1 if self._config.overlap and batch is not None else 0
         if self.scheduler.num_in_flight > may_run_on:
-            news = self.scheduler.commit(self._runner.collect())
+            step = self._runner.collect()
+            times.end("wait")
+            news = self.scheduler.commit(step)
             outputs += [self._render(item) for item in news]
         if self._config.check_invariants:
             check(self.scheduler.cache)
-        self.scheduler.note_time(self._clock() - started)
+        times.end("commit")
+        self.scheduler.note_time(times.total_s)
         return outputs
 
     # ---- text -----------------------------------------------------------------------------------

@@ -134,7 +134,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
     model_name: str
     model_dir: str
-    """Where the weights, tokenizer and chat template were found (resolved, absolute)."""
+    """Where the tokenizer and chat template were found (resolved, absolute); with a checkpoint,
+    its weights too."""
     architecture: str
     vocab_size: int
     max_context: int

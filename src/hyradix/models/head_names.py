@@ -54,6 +54,13 @@ def check_head(head: HeadName, names: Iterable[str]) -> None:
             raise ModelLoadError(f"the draft head {head} cannot be used: {reason}")
 
 
+def random_heads(config: ModelConfig) -> tuple[HeadName, ...]:
+    """The heads that can be made of random weights: those whose layer the config has."""
+    has_form = config.attention == "gated" and config.latent is None
+    has_form &= config.activation == "swiglu" and not config.has_fused_gate_up
+    return HEADS if has_form else ()
+
+
 def head_shapes(config: ModelConfig, head: HeadName) -> dict[str, tuple[int, ...]]:
     """Every weight of a head, by flat name."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim

@@ -1,6 +1,6 @@
 """From a model's name to a ``Decoder`` ready to run; and its ``ModelFacts`` without its weights.
 
-Owns: checking a checkpoint's weights against what the config implies, random weights.
+Owns: checking a checkpoint's weights against what the config implies.
 Does not know: pools, batches.
 Read next: ``decoder.py``, ``checkpoint.py``.
 """
@@ -32,36 +32,45 @@ from hyradix.models.head_names import (
 )
 from hyradix.models.layer_builder import Tensors
 from hyradix.models.pieces import Shape, find_pieces
+from hyradix.models.random_weights import random_sources
 from hyradix.models.registry import FAMILIES, Family, find_family
 from hyradix.models.shapes import Shapes, expected_shapes
-from hyradix.models.stored import Counted, Sources, StackedTensor, StoredTensor
+from hyradix.models.stored import Counted, Sources, StackedTensor, Stored, StoredTensor
 from hyradix.spec_config import ProposerName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_config(directory: Path | str) -> ModelConfig:
-    """Parse config.json and, where there is one, generation_config.json."""
-    directory = Path(directory)
-    raw = checkpoint.read_json(directory / "config.json")
-    generation: RawConfig = {}
-    if (directory / "generation_config.json").exists():
-        generation = checkpoint.read_json(directory / "generation_config.json")
+def load_config(model: Path | str) -> ModelConfig:
+    """Parse config.json and, where there is one, generation_config.json beside it.
+
+    model: the directory, or a file that stands for its config.json (then nothing else is read).
+    """
+    path, generation = Path(model), RawConfig()
+    if not path.is_file():
+        directory, path = path, path / "config.json"
+        if (directory / "generation_config.json").exists():
+            generation = checkpoint.read_json(directory / "generation_config.json")
+    raw = checkpoint.read_json(path)
     family = find_family(raw)
     try:
         return family.parse_config(raw, generation)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ModelLoadError(
-            f"{directory / 'config.json'} has a field of the wrong form: {error!r}"
-        ) from error
+        raise ModelLoadError(f"{path} has a field of the wrong form: {error!r}") from error
 
 
 def model_facts(
-    model: Path | str | ModelConfig, dtype: str = "float32", *, device: str = "cpu", name: str = ""
+    model: Path | str | ModelConfig,
+    dtype: str = "float32",
+    *,
+    device: str = "cpu",
+    name: str = "",
+    heads: tuple[HeadName, ...] | None = None,
 ) -> ModelFacts:
     """What ``hyradix.config.resolve`` asks for, from config.json and the weights' names alone.
 
     On the CPU, KV and windows are float32 whatever ``dtype`` says: only weights follow it.
+    heads: the draft heads there will be; None: those that the weights' names tell of.
     """
     config = model if isinstance(model, ModelConfig) else load_config(model)
     if not name and not isinstance(model, ModelConfig):
@@ -69,8 +78,7 @@ def model_facts(
     shapes = expected_shapes(config, FAMILIES[config.family])
     element_bytes = DTYPES[dtype].itemsize
     kv_element_bytes = 4 if device == "cpu" else element_bytes
-    heads: tuple[HeadName, ...] = ()
-    if not isinstance(model, ModelConfig):
+    if heads is None and not isinstance(model, ModelConfig):
         heads = heads_in(checkpoint.weight_names(Path(model)))
     return ModelFacts(
         name=name or config.architecture,
@@ -85,7 +93,7 @@ def model_facts(
         forward=forward_shape(config),
         hidden_bytes=kv_element_bytes * config.hidden_size,
         draft_kv_bytes=2 * config.num_kv_heads * config.head_dim * kv_element_bytes,
-        proposers=("ngram", *heads),
+        proposers=("ngram", *(heads or ())),
     )
 
 
@@ -105,7 +113,8 @@ def load_model(
 
     Args:
         dtype: of linear weights and embeddings: float32 or bfloat16.
-        load_format: ``auto`` reads safetensors; ``dummy`` draws random weights from ``seed``.
+        load_format: ``auto`` reads safetensors; ``dummy`` draws random weights from ``seed``, on
+            ``device`` (then ``directory`` may be a config file alone).
         backend: ``auto``, ``compiled``, ``torch`` or ``triton`` (see ``kernels.ops``).
         device: where weights go, layer by layer, and where the model runs.
         max_context: longest sequence that will be run; default: the checkpoint's.
@@ -122,7 +131,8 @@ def load_model(
     head = next((name for name in HEADS if name == proposer), None)
     sources: Sources
     if load_format == "dummy":
-        sources = dict(init_random(config, seed, head=head))
+        drawn = random_weights(config, seed, head=head, device=device, dtype=dtype)
+        sources = dict(_counted(drawn, report))
     else:
         sources = _sources(Path(directory), config, family, head, report)
     return build_model(config, sources, ops, dtype=dtype, max_context=max_context, head=head)
@@ -182,14 +192,21 @@ def _sources(
     _check(wanted, {name: stored.shape for name, stored in found.items()}, directory)
     stacked = {name: StackedTensor(expected[name]) for name in wholes}
     sources: Sources = dict(stacked)
-    done = itertools.count(1)
-    for name, stored in found.items():
-        source = Counted(stored, lambda: report("weights", next(done), len(found)))
+    for name, source in _counted(dict(found), report).items():
         if name in pieces:
             stacked[pieces[name].whole].parts.append((pieces[name], source))
         else:
             sources[name] = source
     return sources
+
+
+def _counted(sources: dict[str, Stored], report: Progress) -> dict[str, Stored]:
+    """The same, with a report after each that is read."""
+    done = itertools.count(1)
+    return {
+        name: Counted(source, lambda: report("weights", next(done), len(sources)))
+        for name, source in sources.items()
+    }
 
 
 def _shapes(config: ModelConfig, family: Family, head: HeadName | None) -> Shapes:
@@ -218,17 +235,23 @@ def _check(expected: dict[str, Shape], found: dict[str, Shape], directory: Path)
 
 def init_random(config: ModelConfig, seed: int = 0, *, head: HeadName | None = None) -> Tensors:
     """Random float32 weights of the right shapes: for benchmarks, not for sense."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors: Tensors = {}
-    for name, shape in _shapes(config, FAMILIES[config.family], head).items():
-        tensor = torch.empty(shape)
-        if name.endswith("A_log"):
-            tensor.uniform_(0.01, 16.0, generator=generator).log_()
-        elif name.endswith(("dt_bias", "linear_attn.norm.weight", "mamba.norm.weight", "mamba.D")):
-            tensor.fill_(1.0)
-        elif name.endswith("norm.weight"):
-            tensor.fill_(0.0 if config.has_centred_norms else 1.0)
-        else:
-            tensor.normal_(0.0, 0.02, generator=generator)
-        tensors[name] = tensor
-    return tensors
+    sources = random_weights(config, seed, head=head)
+    return {name: source.read() for name, source in sources.items()}
+
+
+def random_weights(
+    config: ModelConfig,
+    seed: int = 0,
+    *,
+    head: HeadName | None = None,
+    device: torch.device | str = "cpu",
+    dtype: str = "float32",
+) -> dict[str, Stored]:
+    """What ``init_random`` makes, each weight drawn on ``device`` when it is read."""
+    return random_sources(
+        _shapes(config, FAMILIES[config.family], head),
+        seed=seed,
+        is_centred=config.has_centred_norms,
+        device=torch.device(device),
+        dtype=DTYPES[dtype],
+    )

@@ -1,7 +1,7 @@
 """``hyradix bench``: measurements that need no server.
 
 Owns: its commands and their options. Does not know: how anything is measured.
-Read next: ``engine/bench_cache.py``.
+Read next: ``bench_device.py`` (those that load torch), ``engine/bench_cache.py``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from hyradix.engine.bench_cache import BenchOptions, bench_cache
 from hyradix.engine.bench_workload import TRACE_LIMIT, read_workload
 from hyradix.engine.loading_bar import LoadingBar
 from hyradix.errors import ConfigError
+from hyradix.server import bench_device
+from hyradix.server.bench_device import check_output
 from hyradix.server.options import HELP, parse_on_off
+from hyradix.server.spaced_lists import SpacedLists
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Measure parts of Hyradix.")
 
 _DEFAULTS = Settings()
 
 
-@app.callback()
-def _root() -> None:
-    """Keeps ``cache`` a command of its own while it is the only one."""
+app.command(cls=SpacedLists)(bench_device.kernels)
+app.command(cls=SpacedLists)(bench_device.engine)
 
 
 @app.command()
@@ -63,8 +65,7 @@ def cache(
         raise ConfigError(f"--limit must be positive, got {limit}", param="limit")
     if seed < 0:
         raise ConfigError(f"--seed must not be negative, got {seed}", param="seed")
-    if json_path is not None and not json_path.resolve().parent.is_dir():
-        raise ConfigError(f"--json: there is no directory {json_path.parent}", param="json")
+    check_output(json_path, "json")
     options = BenchOptions(
         kv_slots=kv_slots,
         states=states,

@@ -182,10 +182,12 @@ class Supervisor:
             raise _port_error(self._options.host, self._options.port, error) from None
 
     def _server_config(self, info: EngineInfo) -> ServerConfig:
-        options = self._options
+        options, aliases = self._options, frozenset[str]()
+        if options.settings.random_weights is None:
+            aliases = frozenset({Path(info.model_dir).name, options.settings.model})
         return ServerConfig(
             served_model_name=info.model_name,
-            model_aliases=frozenset({Path(info.model_dir).name, options.settings.model}),
+            model_aliases=aliases,
             api_key=options.api_key,
             max_body_bytes=options.max_body_mib * MIB,
             cors_origins=options.cors_origins,

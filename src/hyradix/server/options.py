@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -19,6 +19,8 @@ from hyradix.config import Settings
 
 HELP = {
     "model": "Model: a name on the hub, a directory, or 'demo' (comes with Hyradix).",
+    "random_weights": "A config.json (or its directory): a model of its shape with random weights, "
+    "for measurements.",
     "served_model_name": "Name that clients use for the model. (default: the model's)",
     "dtype": "auto (the checkpoint's; float32 on the CPU), float32 or bfloat16.",
     "device": "auto, cpu or cuda.",
@@ -63,10 +65,16 @@ PANEL = "Engine"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter ``settings`` by one option per field of ``Settings``."""
+def with_settings(
+    command: Callable[..., None], *, without: Iterable[str] = ()
+) -> Callable[..., None]:
+    """Replace a command's parameter ``settings`` by one option per field of ``Settings``.
+
+    without: fields that the command has no such option for.
+    """
     own = inspect.signature(command, eval_str=True).parameters
-    names = [field.name for field in dataclasses.fields(Settings)]
+    shown = [field for field in dataclasses.fields(Settings) if field.name not in without]
+    names = [field.name for field in shown]
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
@@ -74,7 +82,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(settings=Settings.from_options(**chosen), **options)
 
     parameters = [p for p in own.values() if p.name != "settings"]
-    parameters += [_parameter(field) for field in dataclasses.fields(Settings)]
+    parameters += [_parameter(field) for field in shown]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     del wrapper.__wrapped__

@@ -1,0 +1,1 @@
+"""Measurements of the real engine and of its kernels, for ``hyradix bench``."""
