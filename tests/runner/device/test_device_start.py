@@ -21,7 +21,7 @@ from tests.support.interpreter import multiply_bfloat16
 pytestmark = [
     pytest.mark.slow,
     # warm-up computes on memory that nobody has written
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide|All-NaN):RuntimeWarning"),
 ]
 TRAFFIC = (arrival(0, tokens(11, 1), max_tokens=6), arrival(1, tokens(5, 2), max_tokens=7))
 
