@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, load_state, power_of_two, store_state
 from hyradix.kernels.triton_table import FoldConfig, fold_config
 
 _CHANNELS = 1024
@@ -76,7 +76,7 @@ def fold_(arrays: StateArrays, moves: DeviceMoves, *, config: FoldConfig | None 
         channels, arrays.windows.shape[2], num_v_heads, num_v_heads // arrays.k.shape[3], dk, dv,
         num_rows, arrays.g.shape[4], power_of_two(dk, least=least), block_v,
         power_of_two(num_rows, least=least), power_of_two(arrays.g.shape[4]), _CHANNELS, blocks,
-        config.product,
+        config.product, config.stages, config.streams,
         num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def _fold_kernel(
     C: tl.constexpr, TAPS: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, R: tl.constexpr, DG: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BR: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    PRODUCT: tl.constexpr, STAGES: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """Programs of a layer: its heads' column blocks, then the blocks of its window's channels."""
     PER_LAYER: tl.constexpr = HV * BLOCKS + (C + BC - 1) // BC
@@ -139,19 +139,25 @@ def _fold_kernel(
     log_k += layer * k_layer + row * k_row + head // RATIO * DK
     log_u += layer * u_layer + row * u_row + head * DV
     log_g += layer * g_layer + row * g_row + head * DG
-    base = tl.load(pool + source * pool_slot + place, mask=inside, other=0.0)
-    # the decay is one number (DG 1) or one per d; an index of 0 repeats the number
-    dg = d if DG > 1 else d * 0
+    base = load_state(pool + source * pool_slot + place, inside, STREAMS)
     if PRODUCT == "fma":
-        total = tl.zeros([BK, BV], tl.float32)
-        behind = tl.zeros([BK], tl.float32)  # sum of g over the rows after this one
-        for i in range(count):
+        total = base * 0.0  # zeros, laid out as what is read and written: no exchange of threads
+        # sum of g over the rows after this one: a number, or one for each d
+        behind = 0.0 if DG == 1 else tl.zeros([BK], tl.float32)
+        for i in tl.range(0, count, num_stages=STAGES):
             j = count - 1 - i
-            k = load32(log_k + j * (HV // RATIO * DK) + d, in_k) * tl.exp(behind)
+            k = load32(log_k + j * (HV // RATIO * DK) + d, in_k)
             u = load32(log_u + j * (HV * DV) + column, in_v)
+            if DG == 1:
+                u *= tl.exp(behind)
+                behind += tl.load(log_g + j * HV).to(tl.float32)
+            else:
+                k *= tl.exp(behind)
+                behind += load32(log_g + j * (HV * DG) + d, in_k)
             total += k[:, None] * u[None, :]
-            behind += load32(log_g + j * (HV * DG) + dg, in_k)
+        grown = tl.exp(behind) if DG == 1 else tl.exp(behind)[:, None]
     else:
+        dg = d if DG > 1 else d * 0  # an index of 0 repeats the number
         j = tl.arange(0, BR)
         is_row = j < count
         k_inside = is_row[:, None] & in_k[None, :]
@@ -167,9 +173,9 @@ def _fold_kernel(
             log_u + j[:, None] * (HV * DV) + column[None, :], is_row[:, None] & in_v[None, :]
         )
         total = tl.dot(tl.trans(k * tl.exp(after)), us, input_precision=PRODUCT)
-        behind = tl.sum(g, 0)
-    kept = tl.where(count > 0, base * tl.exp(behind)[:, None] + total, base)
-    tl.store(pool + target * pool_slot + place, kept, mask=inside)
+        grown = tl.exp(tl.sum(g, 0))[:, None]
+    kept = tl.where(count > 0, base * grown + total, base)
+    store_state(pool + target * pool_slot + place, kept, inside, STREAMS)
 
 
 @triton.jit
