@@ -5,8 +5,9 @@ movements are due.
 
 Invariants:
 - Slots 0 as targets are padding: nothing is done. Other targets differ.
-- A fold is float32: rows are added from the newest back, their decay a product of what follows
-  them, so no difference of sums is taken; rows past a count are not read. Count 0: the base's bits.
+- A fold is float32 and goes row by row, as decode in place would (or as one product, each row's
+  decay the sum of what follows it): no difference of sums is taken. Rows past a count are not read.
+  Count 0: the base's bits.
 - Every element of a target is written by the program that read it from the source, so both may be
   one slot.
 Read next: ``keeping.py``, ``state_log.py``.
@@ -141,21 +142,14 @@ def _fold_kernel(
     log_g += layer * g_layer + row * g_row + head * DG
     base = load_state(pool + source * pool_slot + place, inside, STREAMS)
     if PRODUCT == "fma":
-        total = base * 0.0  # zeros, laid out as what is read and written: no exchange of threads
-        # sum of g over the rows after this one: a number, or one for each d
-        behind = 0.0 if DG == 1 else tl.zeros([BK], tl.float32)
-        for i in tl.range(0, count, num_stages=STAGES):
-            j = count - 1 - i
+        for j in tl.range(0, count, num_stages=STAGES):
             k = load32(log_k + j * (HV // RATIO * DK) + d, in_k)
             u = load32(log_u + j * (HV * DV) + column, in_v)
             if DG == 1:
-                u *= tl.exp(behind)
-                behind += tl.load(log_g + j * HV).to(tl.float32)
+                grown = tl.exp(tl.load(log_g + j * HV).to(tl.float32))
             else:
-                k *= tl.exp(behind)
-                behind += load32(log_g + j * (HV * DG) + d, in_k)
-            total += k[:, None] * u[None, :]
-        grown = tl.exp(behind) if DG == 1 else tl.exp(behind)[:, None]
+                grown = tl.exp(load32(log_g + j * (HV * DG) + d, in_k))[:, None]
+            base = base * grown + k[:, None] * u[None, :]
     else:
         dg = d if DG > 1 else d * 0  # an index of 0 repeats the number
         j = tl.arange(0, BR)
@@ -174,8 +168,8 @@ def _fold_kernel(
         )
         total = tl.dot(tl.trans(k * tl.exp(after)), us, input_precision=PRODUCT)
         grown = tl.exp(tl.sum(g, 0))[:, None]
-    kept = tl.where(count > 0, base * grown + total, base)
-    store_state(pool + target * pool_slot + place, kept, inside, STREAMS)
+        base = tl.where(count > 0, base * grown + total, base)
+    store_state(pool + target * pool_slot + place, base, inside, STREAMS)
 
 
 @triton.jit
