@@ -56,7 +56,10 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
         if tune:
             shapes = ((16, 1), (32, 2), (64, 4), (128, 8))
             configs += [
-                FoldConfig(v, w, "fma", n, s) for v, w in shapes for n in (1, 3) for s in (False, True)
+                FoldConfig(*shape, "fma", stages, streams)
+                for shape in shapes
+                for stages in (1, 2)
+                for streams in (False, True)
             ]
             configs += [FoldConfig(16, 1, "tf32x3"), FoldConfig(32, 2, "tf32x3")]
         for config in configs:
@@ -112,9 +115,7 @@ def _layers_of(batch: int, parts: int) -> int:
     return max(1, min(LAYERS, int(40e9 // (batch * parts * _SLOT))))
 
 
-def _bench_fold(
-    batch: int, count: int, config: FoldConfig | None, device: torch.device
-) -> Bench:
+def _bench_fold(batch: int, count: int, config: FoldConfig | None, device: torch.device) -> Bench:
     layers = _layers_of(batch, 1)
 
     def build(sets: int) -> list[Call]:

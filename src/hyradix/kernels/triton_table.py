@@ -84,8 +84,8 @@ class AttendConfig:
 class LinearConfig:
     """A product with few rows: outputs per program, inputs at a time.
 
-    has_units: by matrix units, on 16 rows whatever their number. One row can do without, and nothing
-    but the weight goes through a multiprocessor.
+    has_units: by matrix units, on 16 rows whatever their number. One row can do without, and
+    nothing but the weight goes through a multiprocessor.
     """
 
     block_o: int
@@ -215,8 +215,8 @@ def attend_config(
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
-    Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
-    number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
+    Splits fill the device about four times over, as many programs as a multiprocessor holds at
+    once, three times with wide heads; no more than 64 parts. itemsize: bytes of a number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
     than 32 heads of one KV head where it is 4. Keys come by a table of slots, so one tile is on its
     way with 3 or 4 stages, two with 5.
     """
@@ -228,7 +228,7 @@ def attend_config(
     block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
     if wide:
         warps, stages = 8, 2 if itemsize > 2 else 5 if block_m <= 32 else 3
-    wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
+    wanted = (3 if wide else 4) * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
     return AttendConfig(block_m, block_n, splits, warps, stages)
 
