@@ -216,9 +216,10 @@ def attend_config(
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
     Splits fill the device about four times over, as many programs as a multiprocessor holds at
-    once, three times with wide heads; no more than 64 parts. itemsize: bytes of a number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
-    than 32 heads of one KV head where it is 4. Keys come by a table of slots, so one tile is on its
-    way with 3 or 4 stages, two with 5.
+    once, three times with wide heads; no more than 64 parts. itemsize: bytes of a number of the
+    pools; heads of over 256 numbers take 64 query rows where it is 2, and no more than 32 heads of
+    one KV head where it is 4. Keys come by a table of slots, so one tile is on its way with 3 or 4
+    stages, two with 5.
     """
     wide = dim > 256
     most = 32 if wide and itemsize > 2 else 64
