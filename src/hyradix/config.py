@@ -3,7 +3,8 @@
 Owns: every option's name, default and range, and the arithmetic that divides memory: one file, so
 that whoever asks what an option does to the engine finds it here (the reason for its length).
 Does not know: how models are loaded or memory is allocated; it is told facts and computes.
-Invariants: both objects are frozen; ``resolve`` runs once; "auto" and None are gone after it;
+Invariants: both objects are frozen; ``resolve`` decides everything, and is asked again only with
+what was measured on a GPU; "auto" and None are gone after it;
 computed bytes equal allocated bytes (a test of the runner's pools asserts it).
 Read next: ``request.py``.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 import msgspec
 
+from hyradix.device_bytes import ForwardShape, StepSize, beside_pools
 from hyradix.errors import ConfigError
 from hyradix.spec_config import (
     DECODE_LOG,
@@ -28,6 +30,8 @@ from hyradix.spec_config import (
 from hyradix.state_bytes import MODES, RecurrentShape, SpecShape, spec_bytes
 
 MIB = 1 << 20
+GPU_PREFILL = 8192
+"""Prompt tokens of one step on a GPU, unless told."""
 MAX_THREADS = 512
 """More than any machine this runs on has; a million threads crash the runtime."""
 
@@ -48,7 +52,9 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     weight_bytes: int = 0
     recurrent: RecurrentShape | None = None
-    """The recurrent layers; needed where drafts or a log are asked for."""
+    """The recurrent layers; needed where drafts or a log are asked for, and on a GPU."""
+    forward: ForwardShape | None = None
+    """What a token is inside a forward; needed on a GPU."""
     hidden_bytes: int = 0
     """A last hidden state, which draft heads need beside each recurrent state."""
     draft_kv_bytes: int = 0
@@ -64,7 +70,13 @@ class DeviceFacts:
     kind: str
     """"cpu" or "cuda"."""
     free_bytes: int
+    """On a GPU: what this engine may still allocate, by ``memory_fraction``."""
     num_threads: int = 1
+    name: str = ""
+    total_bytes: int = 0
+    peak_bytes: int | None = None
+    """Measured on a GPU once weights and scratch are loaded: activations of the largest step. None:
+    nothing is loaded yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,8 @@ class Settings:
     states: int | None = None
     memory_bytes: int | None = None
     """Bytes for both pools together; default: a part of what is free."""
+    memory_fraction: float = 0.92
+    """Of a GPU's memory: what the engine may use for everything."""
     tokens_per_state: int = 1024
     max_prefill_tokens: int | None = None
     """Prompt tokens computed in one step; 0 = unlimited."""
@@ -98,8 +112,8 @@ class Settings:
     """Checkpoints one request may place while prefilling."""
     track_interval: int = 256
     """Decode tokens between periodic saves of a running request's state; 0 = never."""
-    overlap: bool = False
-    """Schedule step N+1 while step N runs."""
+    overlap: bool | None = None
+    """Schedule step N+1 while step N runs; default: on a GPU, where nothing is drafted."""
     order: str = "fcfs"
     """How the queue is ordered: fcfs, or longest_prefix (cached) first."""
     force_preempt_every: int = 0
@@ -213,17 +227,26 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
             param="max_context",
         )
     spec = _spec(settings, model, device)
-    num_log_rows = _num_log_rows(settings, device, spec)
+    overlap = settings.overlap
+    if overlap is None:
+        overlap = device.kind == "cuda" and spec is None
+    num_log_rows = _num_log_rows(settings, device, spec, overlap=overlap)
     model = _with_drafts(model, spec)
     draft_bytes = _draft_bytes(model, spec, num_log_rows, max_requests)
-    num_kv_slots, num_states = _divide(settings, model, device, max_requests, draft_bytes)
+    chunk = _max_prefill(settings, device)
+    step = StepSize(
+        max_requests=max_requests,
+        max_tokens=chunk + max_requests,
+        max_context=max_context,
+        table_width=max_context + (spec.num_slots if spec is not None else 0),
+    )
+    num_kv_slots, num_states = _divide(settings, model, device, step, draft_bytes)
     if num_states < max_requests:
         raise ConfigError(
             f"--states {num_states} is less than --max-requests {max_requests}: every running "
             "request needs one",
             param="states",
         )
-    chunk = settings.max_prefill_tokens
     return EngineConfig(
         model_name=settings.served_model_name or model.name,
         dtype=_dtype(settings, device),
@@ -237,13 +260,13 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
         num_states=num_states,
         kv_bytes_per_slot=model.kv_bytes_per_slot,
         state_bytes_per_slot=model.state_bytes_per_slot,
-        max_prefill_tokens=(2048 if device.kind == "cpu" else 8192) if chunk is None else chunk,
+        max_prefill_tokens=chunk,
         prefix_cache=settings.prefix_cache,
         policy=settings.policy,
         min_gain=settings.min_gain,
         max_checkpoints=settings.max_checkpoints,
         track_interval=settings.track_interval,
-        overlap=settings.overlap,
+        overlap=overlap,
         order=settings.order,
         force_preempt_every=settings.force_preempt_every,
         preempt_donate=settings.preempt_donate,
@@ -319,9 +342,22 @@ def _spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> SpecCon
     return SpecConfig(proposer=proposer, state=mode, shape=shape, is_automatic=is_automatic)
 
 
-def _num_log_rows(settings: Settings, device: DeviceFacts, spec: SpecConfig | None) -> int:
+def _max_prefill(settings: Settings, device: DeviceFacts) -> int:
+    """Prompt tokens of one step. A GPU's scratch is allocated for them at start."""
+    chunk = settings.max_prefill_tokens
+    if chunk is None:
+        return 2048 if device.kind == "cpu" else GPU_PREFILL
+    if chunk == 0 and device.kind == "cuda":
+        reason = "a GPU's memory is set aside at start for a number of tokens"
+        raise refused("max_prefill_tokens", chunk, reason, GPU_PREFILL)
+    return chunk
+
+
+def _num_log_rows(
+    settings: Settings, device: DeviceFacts, spec: SpecConfig | None, *, overlap: bool
+) -> int:
     """R. Decode in place on the CPU, through the log on a GPU, unless told."""
-    rounds = 2 if settings.overlap else 1
+    rounds = 2 if overlap else 1
     wanted = settings.decode_log
     if spec is not None:
         if spec.state == "log":
@@ -339,9 +375,14 @@ def _num_log_rows(settings: Settings, device: DeviceFacts, spec: SpecConfig | No
 
 
 def _dtype(settings: Settings, device: DeviceFacts) -> str:
-    if settings.dtype != "auto":
-        return settings.dtype
-    return "float32" if device.kind == "cpu" else "bfloat16"
+    return dtype_on(device.kind, settings.dtype)
+
+
+def dtype_on(kind: str, wanted: str) -> str:
+    """The type of weights on a kind of device; ``auto`` decided."""
+    if wanted != "auto":
+        return wanted
+    return "float32" if kind == "cpu" else "bfloat16"
 
 
 def context_limit(wanted: int | None, max_position: int) -> int:
@@ -353,17 +394,17 @@ def _divide(
     settings: Settings,
     model: ModelFacts,
     device: DeviceFacts,
-    max_requests: int,
+    step: StepSize,
     draft_bytes: int,
 ) -> tuple[int, int]:
     if settings.kv_slots is not None and settings.states is not None:
         return settings.kv_slots, settings.states
     budget = settings.memory_bytes
+    if budget is None and device.kind == "cpu":
+        budget = min(int(device.free_bytes * 0.25), 4096 * MIB)
     if budget is None:
-        budget = int(device.free_bytes * (0.25 if device.kind == "cpu" else 0.85))
-        if device.kind == "cpu":
-            budget = min(budget, 4096 * MIB)
-    state_bytes = model.state_bytes_per_slot
+        budget = _gpu_budget(settings, model, device, step)
+    max_requests, state_bytes = step.max_requests, model.state_bytes_per_slot
     num_kv, num_states = divide_pools(
         budget,
         max_requests,
@@ -375,12 +416,42 @@ def _divide(
         states=settings.states,
     )
     if num_kv < 1:
+        name = "memory_bytes" if device.kind == "cpu" else "memory_fraction"
+        logs = f" with {draft_bytes / MIB:.0f} MiB of logs and drafts" if draft_bytes else ""
         raise ConfigError(
             f"{budget / MIB:.0f} MiB do not hold {max_requests} working states of "
-            f"{state_bytes / MIB:.1f} MiB and any KV; lower --max-requests or raise --memory-bytes",
-            param="memory_bytes",
+            f"{state_bytes / MIB:.1f} MiB{logs} and any KV; lower --max-requests or raise "
+            f"--{name.replace('_', '-')}",
+            param=name,
         )
     return num_kv, num_states
+
+
+def _gpu_budget(settings: Settings, model: ModelFacts, device: DeviceFacts, step: StepSize) -> int:
+    """Bytes left for pools and logs. Raises ``ConfigError`` where there are none."""
+    assert model.forward is not None, "a model for a GPU says what a token is in a forward"
+    assert model.recurrent is not None
+    beside = beside_pools(
+        model.forward,
+        model.recurrent,
+        step,
+        weight_bytes=model.weight_bytes,
+        element_bytes={"float32": 4, "bfloat16": 2}[_dtype(settings, device)],
+    )
+    needed = beside.total
+    if device.peak_bytes is not None:
+        needed = beside.still_to_come(device.peak_bytes)
+    if needed < device.free_bytes:
+        return device.free_bytes - needed
+    parts = f"{(needed - beside.weights) / MIB:.0f} MiB to compute"
+    if device.peak_bytes is None:
+        parts = f"{beside.weights / MIB:.0f} MiB of weights and {parts}"
+    raise ConfigError(
+        f"{parts} do not fit into the {device.free_bytes / MIB:.0f} MiB that may be used of "
+        f"{device.name or device.kind} ({device.total_bytes / MIB:.0f} MiB); raise "
+        "--memory-fraction, or lower --max-prefill-tokens or --max-requests",
+        param="memory_fraction",
+    )
 
 
 def divide_pools(
@@ -457,6 +528,11 @@ def check_settings(s: Settings) -> None:
     if s.num_threads is not None and s.num_threads > MAX_THREADS:
         raise ConfigError(
             f"--num-threads must be at most {MAX_THREADS}, got {s.num_threads}", param="num_threads"
+        )
+    if not 0.05 <= s.memory_fraction <= 1:
+        raise ConfigError(
+            f"--memory-fraction must be between 0.05 and 1, got {s.memory_fraction}",
+            param="memory_fraction",
         )
     if s.tokens_per_state < 1 or s.max_queue < 1:
         raise ConfigError("--tokens-per-state and --max-queue must be positive")

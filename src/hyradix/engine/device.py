@@ -1,6 +1,8 @@
 """What the machine offers: free memory and processors, container limits included.
 
-Owns: reading the operating system's figures. Does not know: torch, models.
+Owns: the choice between CPU and GPU, reading the operating system's figures.
+Does not know: models.
+Read next: ``gpu.py``.
 """
 
 from __future__ import annotations
@@ -9,19 +11,23 @@ import os
 from pathlib import Path
 
 from hyradix.config import DeviceFacts
-from hyradix.errors import ConfigError
+from hyradix.engine.gpu import Cuda, Driver, gpu_facts, refusal
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _FALLBACK_BYTES = 4 << 30
 
 
-def device_facts(kind: str) -> DeviceFacts:
-    """Facts of the CPU. Raises ``ConfigError`` for a device this version cannot use."""
-    if kind == "cuda":
-        raise ConfigError(
-            "device cuda is not supported by this version; use --device cpu", param="device"
-        )
+def device_facts(
+    wanted: str, *, memory_fraction: float, driver: Driver | None = None
+) -> DeviceFacts:
+    """Facts of the device; ``auto``: the GPU where one can be used, else the CPU.
+
+    Raises ``ConfigError`` for a GPU that was asked for and cannot be used.
+    """
+    driver = driver or Cuda()
+    if wanted == "cuda" or (wanted == "auto" and refusal(driver) is None):
+        return gpu_facts(driver, memory_fraction, num_threads=_num_processors())
     return DeviceFacts(kind="cpu", free_bytes=_free_bytes(), num_threads=_num_processors())
 
 

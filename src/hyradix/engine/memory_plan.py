@@ -10,14 +10,18 @@ Read next: ``state_bytes.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hyradix.config import Settings, context_limit, divide_pools
+from hyradix.config import GPU_PREFILL, Settings, context_limit, divide_pools
+from hyradix.device_bytes import BesidePools, StepSize, beside_pools
 from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.errors import ConfigError, ModelLoadError
 from hyradix.models.config import CacheConfig, RawConfig
+from hyradix.models.forward_shape import forward_shape
 from hyradix.models.registry import find_family
+from hyradix.models.shapes import expected_shapes
 from hyradix.spec_config import DraftShape, draft_shape, log_rows, refused
 from hyradix.state_bytes import (
     MODES,
@@ -47,6 +51,14 @@ class DraftOptions(DraftShape):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOptions:
+    """What decides how much of a GPU is left for pools and logs."""
+
+    memory_fraction: float = _DEFAULTS.memory_fraction
+    max_prefill_tokens: int = GPU_PREFILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """What is planned for. ``drafts`` None: plain serving, with a log of ``decode_log`` rows."""
 
@@ -56,6 +68,8 @@ class PlanOptions:
     decode_log: int = 0
     max_context: int | None = None
     tokens_per_state: int = _DEFAULTS.tokens_per_state
+    gpu: GpuOptions | None = None
+    """The budget is a GPU's memory, for everything; None: that of pools and buffers alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,8 @@ class Plan:
     """Of one state slot."""
     max_context: int
     rows: tuple[PlanRow, ...]
+    beside: BesidePools | None = None
+    """What a GPU holds beside pools and buffers."""
 
     def as_json(self) -> dict[str, dict[str, dict[str, int]]]:
         """What ``--json`` writes."""
@@ -165,6 +181,11 @@ def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> P
     kv_bytes = model.kv_bytes_per_slot(ELEMENT_BYTES[dtype])
     max_context = context_limit(options.max_context, model.max_position)
     modes = MODES if options.drafts is not None else (PLAIN,)
+    beside = None
+    if options.gpu is not None:
+        beside = _beside(raw, options, options.gpu, ELEMENT_BYTES[dtype], max_context)
+        usable = int(options.budget * options.gpu.memory_fraction)
+        options = replace(options, budget=max(usable - beside.total, 0))
     return Plan(
         model=model,
         dtype=dtype,
@@ -172,6 +193,29 @@ def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> P
         state_bytes=shape.slot_bytes,
         max_context=max_context,
         rows=tuple(_row(mode, shape, options, kv_bytes, max_context) for mode in modes),
+        beside=beside,
+    )
+
+
+def _beside(
+    raw: RawConfig, options: PlanOptions, gpu: GpuOptions, element_bytes: int, max_context: int
+) -> BesidePools:
+    """The engine's own sums. Raises ``ModelLoadError`` for a model that cannot be run."""
+    family = find_family(raw)
+    model = family.parse_config(raw, {})
+    num_weights = sum(math.prod(shape) for shape in expected_shapes(model, family).values())
+    step = StepSize(
+        max_requests=options.num_requests,
+        max_tokens=gpu.max_prefill_tokens + options.num_requests,
+        max_context=max_context,
+        table_width=max_context + (options.drafts.nodes if options.drafts is not None else 0),
+    )
+    return beside_pools(
+        forward_shape(model),
+        model.recurrent_shape(element_bytes),
+        step,
+        weight_bytes=num_weights * element_bytes,
+        element_bytes=element_bytes,
     )
 
 

@@ -88,6 +88,7 @@ class CompiledOps:
     device = torch.device("cpu")
     dtype = torch.float32
     appends_roots = False
+    takes_device_forms = False
 
     def __init__(self) -> None:
         numba_support.prefer_openmp()

@@ -53,6 +53,8 @@ class Ops(Protocol):
     appends_roots: bool
     """Whether trees that are all roots append their rows to the log themselves: in a step of such
     trees, ``mix_trees`` leaves what they log behind the valid log rows, not at the nodes' rows."""
+    takes_device_forms: bool
+    """Whether a forward over ``device_forms`` runs, without waiting for the device."""
 
     def set_num_threads(self, num_threads: int) -> None:
         """Threads of torch, and of the compiled kernels where there are any."""

@@ -47,6 +47,7 @@ class TorchOps:
     name = "torch"
     dtype = torch.float32
     appends_roots = False
+    takes_device_forms = False
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # constant
         self.device = device

@@ -48,6 +48,7 @@ class TritonOps(AttentionOps):
 
     name = "triton"
     appends_roots = True
+    takes_device_forms = True
 
     def set_num_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)

@@ -21,6 +21,7 @@ from hyradix.models.builder import DecoderBuilder
 from hyradix.models.checkpoint import Progress, listed
 from hyradix.models.config import ModelConfig, RawConfig
 from hyradix.models.decoder import Decoder
+from hyradix.models.forward_shape import forward_shape
 from hyradix.models.head_names import (
     HEADS,
     HeadName,
@@ -89,6 +90,7 @@ def model_facts(
         eos_token_ids=config.eos_token_ids,
         weight_bytes=sum(math.prod(shape) for shape in shapes.values()) * element_bytes,
         recurrent=config.recurrent_shape(kv_element_bytes),
+        forward=forward_shape(config),
         hidden_bytes=kv_element_bytes * config.hidden_size,
         draft_kv_bytes=2 * config.num_kv_heads * config.head_dim * kv_element_bytes,
         proposers=("ngram", *(heads or ())),

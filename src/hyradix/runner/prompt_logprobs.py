@@ -16,11 +16,22 @@ import torch
 from hyradix.kernels.ops import Array
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, PromptLogprobs, ScheduledBatch, TokenLogprobs
-from hyradix.runner.batch import PreparedBatch
 from hyradix.runner.request_table import RequestTable
 
 MAX_LOGITS = 1 << 24
 """Logits held at one time (64 MiB)."""
+
+
+class PlainTokens(Protocol):
+    """Which tokens of the step are whose: ``order`` ``int32[N]`` of the batch's rows, ``cu_tokens``
+    ``int32[N+1]``; prompts are among the first ``num_plain`` rows."""
+
+    @property
+    def order(self) -> Int32Array: ...
+    @property
+    def cu_tokens(self) -> Int32Array: ...
+    @property
+    def num_plain(self) -> int: ...
 
 
 class LogprobsOf(Protocol):
@@ -34,7 +45,7 @@ class LogprobsOf(Protocol):
 
 def prompt_logprobs(
     batch: ScheduledBatch,
-    prepared: PreparedBatch,
+    prepared: PlainTokens,
     hidden: Array,
     table: RequestTable,
     model: Decoder,

@@ -191,13 +191,14 @@ def measure_costs(speculation: Speculation) -> RoundCosts:
     def run(context: ForwardContext, token_ids: Int32Array) -> Array:
         return forward(token_ids, context)
 
+    seconds = partial(_seconds, device=speculation.model.ops.device)
     found = []
     for size in sorted(set(sizes)):
         with Rehearsal(speculation, size, has_slots=True) as r:
-            plain = _seconds(partial(r.step, run))
-            short, long = (_seconds(partial(r.verify, count, run)) for count in (2, nodes))
-            learn = _seconds(r.learn)
-            one, three = (_seconds(partial(r.propose, steps)) for steps in (1, 3))
+            plain = seconds(partial(r.step, run))
+            short, long = (seconds(partial(r.verify, count, run)) for count in (2, nodes))
+            learn = seconds(r.learn)
+            one, three = (seconds(partial(r.propose, steps)) for steps in (1, 3))
         node = max(long - short, 0.0) / (size * max(nodes - 2, 1))
         draft = max(three - one, 0.0) / 2
         beside = short + learn + one - plain - node * size - draft
@@ -208,10 +209,12 @@ def measure_costs(speculation: Speculation) -> RoundCosts:
     )
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times)

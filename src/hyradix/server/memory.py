@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hyradix.config import Settings
+from hyradix.config import GPU_PREFILL, Settings, check_settings
 from hyradix.engine.memory_plan import (
     DraftOptions,
+    GpuOptions,
     Plan,
     PlanOptions,
     PlanRow,
@@ -24,6 +25,7 @@ from hyradix.engine.memory_plan import (
 )
 from hyradix.errors import ConfigError
 from hyradix.server.options import HELP, parse_size
+from hyradix.spec_config import DECODE_LOG
 
 _DEFAULTS = Settings()
 _COLUMNS = ("mode", "resident", "peak", "written", "requests", "cached states", "KV tokens")
@@ -37,7 +39,9 @@ def memory(
     budget: Annotated[
         Any,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Bytes of the pools and buffers, as 512M, 80G."
+            parser=parse_size,
+            metavar="SIZE",
+            help="Bytes of the pools and buffers, as 512M, 80G; with --device cuda the GPU's.",
         ),
     ],
     requests: Annotated[int, typer.Option(help="Requests that run at the same time.")],
@@ -53,7 +57,8 @@ def memory(
     decode_log: Annotated[
         int | None,
         typer.Option(
-            help="Rows of the state log; 0: decode in place. (default: 16 with drafts, else 0)"
+            help="Rows of the state log; 0: decode in place. (default: 16 with drafts or on a GPU, "
+            "else 0)"
         ),
     ] = None,
     max_context: Annotated[int | None, typer.Option(help=HELP["max_context"])] = None,
@@ -64,16 +69,30 @@ def memory(
         str,
         typer.Option(help="Of KV and conv windows: auto (the checkpoint's), float32 or bfloat16."),
     ] = "auto",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda: the budget is a GPU's memory, weights and activations included."),
+    ] = None,
+    memory_fraction: Annotated[
+        float, typer.Option(help=HELP["memory_fraction"])
+    ] = _DEFAULTS.memory_fraction,
+    max_prefill_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens computed in one step, on a GPU.")
+    ] = GPU_PREFILL,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the plan to this file.")
     ] = None,
 ) -> None:
     """Plan memory from a config.json: bytes, requests, states and tokens of each way to draft."""
+    gpu = _gpu(device, memory_fraction, max_prefill_tokens)
+    if decode_log is None and gpu is not None:
+        decode_log = DECODE_LOG
     options = PlanOptions(
         budget=budget,
         num_requests=requests,
         drafts=draft_options(spec_topk, spec_steps, spec_nodes, decode_log),
         decode_log=decode_log or 0,
+        gpu=gpu,
         max_context=max_context,
         tokens_per_state=tokens_per_state,
     )
@@ -86,6 +105,15 @@ def memory(
             raise ConfigError(f"cannot write {json_path}: {error.strerror}", param="json") from None
 
 
+def _gpu(device: str | None, memory_fraction: float, max_prefill_tokens: int) -> GpuOptions | None:
+    if device in (None, "cpu"):
+        return None
+    if device != "cuda":
+        raise ConfigError(f"--device must be cpu or cuda, got {device!r}", param="device")
+    check_settings(Settings(memory_fraction=memory_fraction, max_prefill_tokens=max_prefill_tokens))
+    return GpuOptions(memory_fraction=memory_fraction, max_prefill_tokens=max_prefill_tokens)
+
+
 def table(plan: Plan, options: PlanOptions) -> list[str]:
     """A plan as lines of text."""
     model = plan.model
@@ -95,6 +123,7 @@ def table(plan: Plan, options: PlanOptions) -> list[str]:
         f"a state {size(plan.state_bytes)}, a KV slot {plan.kv_bytes:,} bytes; budget "
         f"{size(options.budget)}, {options.num_requests:,} requests, context {plan.max_context:,}",
         *_drafts(options.drafts),
+        *_beside(plan, options),
         "",
     ]
     cells = [_COLUMNS, *(_cells(row) for row in plan.rows)]
@@ -119,6 +148,17 @@ def _drafts(drafts: DraftOptions | None) -> list[str]:
     if drafts.nodes > drafts.beam_nodes:
         lines.append(f"note: such a beam fills at most {drafts.beam_nodes} of the nodes")
     return lines
+
+
+def _beside(plan: Plan, options: PlanOptions) -> list[str]:
+    """What a GPU holds beside the pools."""
+    if plan.beside is None or options.gpu is None:
+        return []
+    beside, usable = plan.beside, int(options.budget * options.gpu.memory_fraction)
+    return [
+        f"GPU: {size(beside.weights)} of weights and {size(beside.total - beside.weights)} to "
+        f"compute; {size(max(usable - beside.total, 0))} of {size(usable)} are left for pools"
+    ]
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:

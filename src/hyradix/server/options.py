@@ -31,14 +31,17 @@ HELP = {
     "states": "State slots in the pool. (default: from the memory)",
     "memory_bytes": "Bytes of both pools: a number, or one with K, M or G. "
     "(default: a part of what is free)",
+    "memory_fraction": "Part of a GPU's memory that the engine may use, weights included.",
     "tokens_per_state": "KV slots per state checkpoint when memory is divided.",
-    "max_prefill_tokens": "Prompt tokens computed in one step; 0: unlimited. (default: by device)",
+    "max_prefill_tokens": "Prompt tokens computed in one step; 0: unlimited, on a CPU. "
+    "(default: by device)",
     "prefix_cache": "Reuse what earlier requests with the same beginning computed.",
     "policy": "Which states are evicted first: lru.",
     "min_gain": "A checkpoint that saves fewer tokens than this is kept only in a spare slot.",
     "max_checkpoints": "Checkpoints one request may place while prefilling.",
     "track_interval": "Decode tokens between saves of a running request's state; 0: never.",
-    "overlap": "Schedule the next step while the device runs this one.",
+    "overlap": "Schedule the next step while the device runs this one. (default: on for a GPU "
+    "without drafts)",
     "order": "Order of the queue: fcfs, or longest_prefix (longest cached prefix first).",
     "force_preempt_every": "For tests: preempt a request every N steps; 0: never.",
     "preempt_donate": "Give a preempted request's state to the cache: always or never.",
@@ -94,7 +97,9 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         arguments |= {"parser": parse_size, "metavar": "SIZE"}
     elif field.name in ("prefix_cache", "overlap"):
         # Annotated as text: typer would make a flag without a value of a bool.
-        kind, default = str, "on" if field.default else "off"
+        kind = str
+        if field.default is not None:
+            default = "on" if field.default else "off"
         arguments |= {"parser": parse_on_off, "metavar": "on|off"}
     option = typer.Option(f"--{field.name.replace('_', '-')}", **arguments)
     return inspect.Parameter(

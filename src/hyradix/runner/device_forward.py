@@ -1,0 +1,162 @@
+"""The forward of a step on a device, over padded columns or over all tokens of a mixed step.
+
+Owns: the contexts that the model runs on, where logits and greedy tokens of a decode step lie.
+Does not know: batches, the host, sampling beyond the argmax.
+
+Invariants:
+- ``decode(size)`` reads static memory only, so it can be captured; a mixed step runs the same model
+  over what was sent for it.
+- The configuration of attention follows from sizes, never from values.
+Read next: ``device_runner.py``, ``kernels/device_forms.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hyradix.config import EngineConfig
+from hyradix.kernels.attention.triton import DeviceQueries
+from hyradix.kernels.device_forms import (
+    DeviceRoots,
+    DeviceRows,
+    DeviceSingles,
+    DeviceStates,
+    DeviceTokens,
+)
+from hyradix.kernels.gated_delta_rule.triton import Chunks
+from hyradix.kernels.triton_table import AttendConfig, attend_config
+from hyradix.layers.context import ForwardContext, LayerMemory
+from hyradix.models.decoder import Decoder
+from hyradix.runner.decode_form import DecodeColumns
+from hyradix.runner.device_batch import Planner, StepPlan
+from hyradix.runner.device_log import DeviceLog
+from hyradix.runner.device_tables import DeviceTables
+from hyradix.sampling.device_picking import best_of
+
+OnDevice = Mapping[str, torch.Tensor]
+
+
+class DeviceForward:
+    """logits: ``float32[max_rows, V]``, found: ``int32[2, max_rows]`` of the last decode step."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        tables: DeviceTables,
+        memory: LayerMemory,
+        log: DeviceLog | None,
+        columns: Sequence[DecodeColumns],
+    ) -> None:
+        """columns: of decode steps, by size, in static memory."""
+        device, max_rows = model.ops.device, config.max_requests
+        self._model = model
+        self._tables = tables
+        self._memory = memory
+        self._log = log
+        self._offsets = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        zeros = torch.zeros_like(self._offsets)
+        self._blocks = torch.stack([self._offsets, zeros], 1)
+        self._columns = columns
+        self._group = model.config.num_heads // model.config.num_kv_heads
+        self.logits = torch.zeros(max_rows, model.config.vocab_size, device=device)
+        self.found = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
+
+    def _attend_config(self, longest: int, num_rows: int) -> AttendConfig:
+        """Of a step whose longest row has so many tokens; splits only where all have one."""
+        config = self._model.config
+        return attend_config(
+            self._model.ops.device,
+            rows=longest * self._group,
+            programs=num_rows * config.num_kv_heads,
+            dim=config.head_dim,
+            can_split=longest == 1,
+        )
+
+    # ---- steps of decodes -----------------------------------------------------------------------
+
+    def decode(self, size: int) -> None:
+        """Fill ``logits`` and ``found``, and put the greedy tokens into the token table."""
+        columns = self._columns[size]
+        logits = self._model.logits(self._hidden(columns, size))
+        self.logits[:size].copy_(logits)
+        found = self.found[:, :size]
+        best_of(logits, found)
+        self._tables.tokens.scatter_(0, columns.next_at, found[0])
+
+    def _hidden(self, columns: DecodeColumns, size: int) -> torch.Tensor:
+        queries = DeviceQueries(
+            self._offsets[: size + 1],
+            columns.rows,
+            columns.starts,
+            self._blocks[:size],
+            self._tables.kv_slots,
+        )
+        config = self._attend_config(1, size)
+        tokens = DeviceTokens(columns.positions, columns.write_slots, queries, config)
+        token_ids = self._tables.tokens.index_select(0, columns.token_at)
+        return self._run(token_ids, tokens, None, columns, 0)
+
+    # ---- steps with prefill ---------------------------------------------------------------------
+
+    def lay_out(self, plan: StepPlan, planner: Planner) -> None:
+        """What ``mixed`` needs goes into ``plan.arrays``."""
+        planner.lay_out(plan, self._config_of(plan), self._group)
+
+    def _config_of(self, plan: StepPlan) -> AttendConfig:
+        longest = int(np.diff(plan.cu_tokens).max())
+        return self._attend_config(longest, len(plan.order))
+
+    def mixed(self, plan: StepPlan, sent: OnDevice, columns: DecodeColumns) -> torch.Tensor:
+        """Hidden states ``[T, hidden]``. columns: of exactly the rows that decode."""
+        queries = DeviceQueries(
+            sent["cu_tokens"],
+            sent["rows"],
+            sent["starts"],
+            sent["blocks"],
+            self._tables.kv_slots,
+        )
+        config = self._config_of(plan)
+        tokens = DeviceTokens(sent["positions"], sent["write_slots"], queries, config)
+        token_ids = self._tables.tokens.index_select(0, sent["token_at"])
+        states = _states(sent) if plan.num_prefill else None
+        first = plan.num_prefill_tokens
+        return self._run(token_ids, tokens, states, columns if plan.num_decodes else None, first)
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        tokens: DeviceTokens,
+        prefill: DeviceStates | None,
+        decodes: DecodeColumns | None,
+        first: int,
+    ) -> torch.Tensor:
+        singles, roots = None, None
+        if decodes is not None and self._log is None:
+            singles = DeviceSingles(first, decodes.slots)
+        elif decodes is not None:
+            roots = DeviceRoots(first, decodes.slots, decodes.log_rows, decodes.num_log_rows)
+        context = ForwardContext(
+            DeviceRows(prefill, singles),  # type: ignore[arg-type]  # Triton's forms
+            tokens,  # type: ignore[arg-type]
+            self._memory,
+            roots,  # type: ignore[arg-type]
+            () if self._log is None else self._log.layers,
+        )
+        hidden: torch.Tensor = self._model.forward(token_ids, context)  # type: ignore[arg-type]
+        return hidden
+
+
+def _states(sent: OnDevice) -> DeviceStates:
+    chunks = Chunks(sent["seq_chunks"], sent["seq_chunk_offsets"], sent["seq_slots"])
+    return DeviceStates(
+        cu_seqlens=sent["seq_cu"],
+        sequences=sent["seq_of"],
+        save_offsets=sent["seq_save_offsets"],
+        save_at=sent["seq_save_at"],
+        save_slots=sent["seq_save_slots"],
+        chunks=chunks,
+    )

@@ -1,0 +1,229 @@
+"""The launches of one step: updates, state ops, folds, forward, sampling, results on their way.
+
+Owns: the order of launches, where each takes its numbers from.
+Does not know: queues of steps, what comes up from them.
+
+Invariants:
+- All launches go to the current stream, in the order of steps.
+- What a launch reads from the host is pinned, and unchanged until a fence behind it has passed.
+- Nothing waits, but for rows whose sampling needs the host, and for prompt logprobs.
+Read next: ``device_batch.py`` (the numbers), ``device_forward.py``, ``staging.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hyradix.config import EngineConfig
+from hyradix.device_bytes import ladder
+from hyradix.models.decoder import Decoder
+from hyradix.request import Int32Array, PromptLogprobs, TokenLogprobs
+from hyradix.runner.decode_form import DecodeForm
+from hyradix.runner.device_batch import Planner, StepPlan
+from hyradix.runner.device_forward import DeviceForward
+from hyradix.runner.device_log import LAST, ROOM, SAVES, DeviceLog
+from hyradix.runner.device_tables import DeviceTables
+from hyradix.runner.graphs import Graphs
+from hyradix.runner.pools import Pools
+from hyradix.runner.prompt_logprobs import prompt_logprobs
+from hyradix.runner.request_table import RequestTable
+from hyradix.runner.staging import Numbers, Pending, Results, Staging
+from hyradix.sampling.device_picking import best_of, draw_into
+from hyradix.sampling.row_controls import Drawn
+from hyradix.spec_decode.acceptance import TokenSampler
+
+OnDevice = Mapping[str, torch.Tensor]
+BeforeForward = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """found: ``int32[2, M]`` tokens and faults by sampling row, or their way to the host."""
+
+    found: Pending | Int32Array
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompts: tuple[PromptLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward left. logits, found: of M sampling rows, the latter with greedy tokens, which
+    the token table has already. hidden: of all tokens, of a step with prefill."""
+
+    logits: torch.Tensor
+    found: torch.Tensor
+    next_at: torch.Tensor
+    hidden: torch.Tensor | None
+
+
+class Launcher:
+    """Everything on the device, and the host's tables beside it."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        sampler: TokenSampler,
+        before_forward: BeforeForward | None,
+        has_graphs: bool,
+    ) -> None:
+        device, max_rows = model.ops.device, config.max_requests
+        max_tokens = max_step_tokens(config)
+        self._model = model
+        self._sampler = sampler
+        self._before_forward = before_forward
+        self.scratch_bytes = model.ops.reserve(max_tokens, max_rows)
+        self.pools = Pools(model.config, config, model.ops)
+        self.move_states = model.ops.slot_mover(self.pools.states.tensors)
+        self.table = RequestTable(config)
+        self.tables = DeviceTables(config, device)
+        self.log: DeviceLog | None = None
+        if config.num_log_rows:
+            self.log = DeviceLog(model, config, self.pools.states)
+        form = DecodeForm(max_rows, self.tables.sink_row, self.tables.sink_at)
+        self._form = form
+        self._staging = Staging(device, len(form.numbers), 8 * max_tokens + 64 * max_rows)
+        self._results = Results(device, max_rows)
+        static = self._staging.static
+        self._columns = [form.columns(static, size) for size in range(max_rows + 1)]
+        self._forward = DeviceForward(
+            model, config, self.tables, self.pools.memory, self.log, self._columns
+        )
+        self.planner = Planner(self.table, self.tables, form, self.log)
+        sizes = ladder(max_rows) if has_graphs else ()
+        self._graphs = Graphs(device, sizes, self._forward.decode)
+
+    def capture(self, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the graphs on padding alone."""
+        self._form.clear()
+        self._staging.send(self._form.numbers, [])
+        self._graphs.capture(on_progress)
+
+    def rehearse_moves(self) -> None:
+        """Folds and copies of padding, which move nothing."""
+        nothing = torch.zeros(2, dtype=torch.int32, device=self.tables.tokens.device)
+        self.move_states(nothing, nothing)
+        if self.log is not None:
+            self.log.rehearse()
+
+    def launch(self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool) -> Launched:
+        """Launch a step. drawn: rows that sample on the device beyond the argmax."""
+        num_rows = len(plan.order)
+        size = None
+        if num_rows and not plan.num_prefill:
+            size = self._graphs.size_for(num_rows)
+        if size is None and num_rows:
+            self._forward.lay_out(plan, self.planner)
+        sent = self._send(plan, drawn)
+        self._prepare(sent)
+        if not num_rows:
+            self._settle(sent)
+            return Launched(np.zeros((2, 0), np.int32))
+        if self._before_forward is not None:
+            self._before_forward()
+        computed = self._compute(plan, size, sent)
+        if needs_host:
+            self._settle(sent)  # what was sent is there until more is sent
+            return self._sample_on_host(plan, computed)
+        launched = self._sample(plan, computed, sent, drawn)
+        self._settle(sent)
+        return launched
+
+    def _send(self, plan: StepPlan, drawn: list[Drawn]) -> dict[str, torch.Tensor]:
+        """One copy to the device; what was sent, by name."""
+        arrays: dict[str, Numbers] = dict(plan.arrays)
+        for i, group in enumerate(drawn):
+            arrays[f"draw_index{i}"], arrays[f"draw_numbers{i}"] = group.index, group.numbers
+        if len(plan.sampling) < plan.num_decodes and not plan.num_prefill:
+            arrays["sampling"] = plan.sampling
+        views = self._staging.send(self._form.numbers, list(arrays.values()))
+        return dict(zip(arrays, views, strict=True))
+
+    def _prepare(self, sent: OnDevice) -> None:
+        """All that comes before the forward."""
+        for name, table in (("token", self.tables.tokens), ("kv", self.tables.kv_slots)):
+            if f"{name}_places" in sent:
+                self.tables.write(table, sent[f"{name}_places"], sent[f"{name}_values"])
+        if "op_sources" in sent:
+            self.move_states(sent["op_sources"], sent["op_targets"])
+        if self.log is not None:
+            self.log.fold(ROOM, sent)
+
+    def _settle(self, sent: OnDevice) -> None:
+        """All that comes behind it."""
+        if "copy_sources" in sent:
+            self.move_states(sent["copy_sources"], sent["copy_targets"])
+        if self.log is not None:
+            self.log.fold(SAVES, sent)
+            self.log.fold(LAST, sent)
+
+    def _compute(self, plan: StepPlan, size: int | None, sent: OnDevice) -> Computed:
+        """The forward, and greedy tokens."""
+        if size is None:
+            return self._mixed(plan, sent)
+        self._graphs.replay(size)
+        count = plan.num_decodes
+        logits, found = self._forward.logits[:count], self._forward.found[:, :count]
+        next_at = self._columns[count].next_at
+        if "sampling" in sent:
+            index = sent["sampling"]
+            logits, found = logits.index_select(0, index), found.index_select(1, index)
+            next_at = next_at.index_select(0, index)
+        return Computed(logits, found, next_at, None)
+
+    def _mixed(self, plan: StepPlan, sent: OnDevice) -> Computed:
+        hidden = self._forward.mixed(plan, sent, self._columns[plan.num_decodes])
+        next_at = sent["next_at"]
+        found = torch.zeros(2, len(next_at), dtype=torch.int32, device=next_at.device)
+        logits = hidden.new_zeros(0, 0)
+        if len(next_at):
+            logits = self._model.logits(hidden.index_select(0, sent["last"]))
+            best_of(logits, found)
+            self.tables.write(self.tables.tokens, next_at, found[0])
+        return Computed(logits, found, next_at, hidden)
+
+    def _sample(
+        self, plan: StepPlan, computed: Computed, sent: OnDevice, drawn: list[Drawn]
+    ) -> Launched:
+        """What is not greedy; then the tokens go to the table, and up."""
+        found = computed.found
+        for i, group in enumerate(drawn):
+            draw_into(
+                computed.logits,
+                sent[f"draw_index{i}"],
+                sent[f"draw_numbers{i}"],
+                found,
+                is_narrow=group.is_narrow,
+                is_open=group.is_open,
+            )
+        if drawn:
+            self.tables.write(self.tables.tokens, computed.next_at, found[0])
+        return Launched(self._results.fetch(found), None, self._prompts(plan, computed))
+
+    def _sample_on_host(self, plan: StepPlan, computed: Computed) -> Launched:
+        """Wait for the logits, let the host choose, and tell the device."""
+        rows, prompts = plan.sampling_rows, self._prompts(plan, computed)
+        result = self._sampler.sample(computed.logits, rows, plan.positions)
+        places = self.tables.token_at(rows, plan.positions)
+        at, tokens = self._staging.send(self._form.numbers, [places, result.token_ids])
+        self.tables.write(self.tables.tokens, at, tokens)
+        found = np.stack([result.token_ids, result.is_faulty.astype(np.int32)])
+        return Launched(found, result.logprobs, prompts)
+
+    def _prompts(self, plan: StepPlan, computed: Computed) -> tuple[PromptLogprobs, ...]:
+        """Waits where a row with prefill asks for them."""
+        if computed.hidden is None:
+            return ()
+        return prompt_logprobs(
+            plan.batch, plan, computed.hidden, self.table, self._model, self._sampler
+        )
+
+
+def max_step_tokens(config: EngineConfig) -> int:
+    """Tokens of the largest step: one chunk's worth of prefill beside decodes."""
+    prefill = config.max_prefill_tokens or config.num_kv_slots
+    return prefill + config.max_requests

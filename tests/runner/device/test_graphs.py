@@ -1,0 +1,98 @@
+"""The ladder of decode sizes and the static memory that they read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hyradix.device_bytes import ladder
+from hyradix.request import SINK
+from hyradix.runner.decode_form import DecodeForm
+from hyradix.runner.graphs import Graphs
+
+CPU = torch.device("cpu")
+
+
+def test_the_ladder() -> None:
+    assert ladder(1) == (1,)
+    assert ladder(3) == (1, 2, 3)
+    assert ladder(24) == (1, 2, 4, 8, 16, 24)
+    assert ladder(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)
+    assert len(ladder(256)) == 23
+    assert ladder(256)[-1] == 256
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 64, 100])
+def test_every_number_of_rows_has_the_least_size_that_holds_it(max_rows: int) -> None:
+    graphs = Graphs(CPU, ladder(max_rows), lambda size: None)
+    for count in range(1, max_rows + 1):
+        size = graphs.size_for(count)
+        assert size is not None
+        assert size == min(s for s in ladder(max_rows) if s >= count)
+    assert graphs.size_for(max_rows + 1) is None
+    assert Graphs(CPU, (), lambda size: None).size_for(1) is None
+
+
+def test_the_largest_is_captured_first_and_progress_is_told() -> None:
+    ran: list[int] = []
+    told: list[tuple[int, int]] = []
+    graphs = Graphs(CPU, ladder(8), ran.append)
+    graphs.capture(lambda done, total: told.append((done, total)))
+    assert ran == [8, 4, 2, 1]
+    assert told == [(i, 4) for i in range(5)]
+    graphs.replay(4)
+    assert ran[-1] == 4
+
+
+def filled(count: int, *, max_rows: int = 6) -> tuple[DecodeForm, torch.Tensor]:
+    form = DecodeForm(max_rows, 6, 60)
+    numbers = np.arange(1, count + 1, dtype=np.int32)
+    form.fill(
+        numbers - 1, numbers + 10, numbers + 20, numbers + 30, numbers + 40,
+        numbers.astype(np.int64) + (1 << 40), numbers.astype(np.int64) + (1 << 41),
+    )  # fmt: skip
+    return form, torch.from_numpy(form.numbers.copy())
+
+
+def test_rows_stand_in_their_columns_and_the_rest_is_sinks() -> None:
+    form, static = filled(3)
+    columns = form.columns(static, 5)
+    assert columns.rows.tolist() == [0, 1, 2, 6, 6]
+    assert columns.starts.tolist() == [11, 12, 13, -1, -1]
+    assert columns.positions.tolist() == [11, 12, 13, 0, 0]
+    assert columns.write_slots.tolist() == [21, 22, 23, SINK, SINK]
+    assert columns.slots.tolist() == [31, 32, 33, SINK, SINK]
+    assert columns.log_rows.tolist() == [1, 2, 3, 0, 0]
+    assert columns.num_log_rows.tolist() == [41, 42, 43, 0, 0]
+    assert columns.token_at.tolist() == [(1 << 40) + i for i in (1, 2, 3)] + [60, 60]
+    assert columns.next_at.tolist() == [(1 << 41) + i for i in (1, 2, 3)] + [61, 61]
+
+
+def test_a_smaller_step_leaves_nothing_of_a_larger_one() -> None:
+    form, _ = filled(5)
+    small, _ = filled(2)
+    numbers = np.arange(1, 3, dtype=np.int32)
+    wide = numbers.astype(np.int64)
+    form.fill(
+        numbers - 1, numbers + 10, numbers + 20, numbers + 30, numbers + 40,
+        wide + (1 << 40), wide + (1 << 41),
+    )  # fmt: skip
+    assert np.array_equal(form.numbers, small.numbers)
+    form.clear()
+    assert np.array_equal(form.numbers, DecodeForm(6, 6, 60).numbers)
+
+
+def test_columns_of_every_size_begin_where_the_largest_begins() -> None:
+    form, static = filled(6)
+    for size in range(7):
+        for column, largest in zip(
+            vars_of(form, static, size), vars_of(form, static, 6), strict=True
+        ):
+            assert column.data_ptr() == largest.data_ptr() or size == 0
+            assert column.data_ptr() % 16 == static.data_ptr() % 16 or size == 0
+
+
+def vars_of(form: DecodeForm, static: torch.Tensor, size: int) -> list[torch.Tensor]:
+    columns = form.columns(static, size)
+    return [getattr(columns, name) for name in type(columns).__slots__]
