@@ -28,6 +28,9 @@ from tests.kernels.triton_kernels.cases import NAN, error
 BFLOAT16 = torch.bfloat16
 CONTEXT = 1152
 """Halfway through 256 new tokens behind 1,024."""
+CONTEXTS = (CONTEXT, 4_096, 32_000)
+MOST_KEYS = 1 << 21
+"""Of a bench: 8.6 GB of K and V."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,15 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     for batch in BATCHES:
-        configs: list[AttendConfig | None] = [None]
-        if tune:
-            configs += [
-                AttendConfig(16, n, s, w, 3) for n in (32, 64) for s in (1, 8) for w in (4,)
-            ]
-        for config in configs:
-            yield _bench("decode", B4, batch, CONTEXT, 1, config, device)
+        for context in CONTEXTS if tune else CONTEXTS[:1]:
+            if batch * context > MOST_KEYS:
+                continue
+            name = f"decode behind {context}"
+            for config in (None, *_decode_candidates(batch, context, device, tune=tune)):
+                yield _bench(name, B4, batch, context, 1, config, device)
         yield _bench_write(batch, device)
         yield _bench("decode latent", LATENT, batch, CONTEXT, 1, None, device)
-    yield _bench("decode 16k", B4, 1, 16_000, 1, None, device)
+    yield _bench("decode behind 32000", B4, 1, 32_000, 1, None, device)
     for batch in (1, 64):
         yield _bench("tree of 4", B4, batch, CONTEXT, 4, None, device)
     yield _bench("tree of 64", B4, 8, CONTEXT, 64, None, device)
@@ -87,6 +89,18 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     for config in prefill:
         yield _bench("prefill 8k", B4, 1, 0, 8_192, config, device)
         yield _bench("prefill 512 of 16k", B4, 1, 15_500, 512, config, device)
+
+
+def _decode_candidates(
+    batch: int, context: int, device: torch.device, *, tune: bool
+) -> list[AttendConfig]:
+    """Fewer and more parts than the table has, never more than blocks of keys."""
+    if not tune:
+        return []
+    chosen = _config(B4, batch, 1, device)[0].splits
+    parts = {max(1, min(128, context // 32, chosen * n // 2)) for n in (1, 2, 4, 8)}
+    shapes = ((32, 4, 3), (32, 4, 5), (32, 2, 3), (64, 4, 3))
+    return [AttendConfig(16, n, s, w, stages) for n, w, stages in shapes for s in sorted(parts)]
 
 
 def _config(heads: Heads, rows: int, count: int, device: torch.device) -> tuple[AttendConfig, int]:
@@ -199,7 +213,7 @@ def _bench(
     num_bytes = batch * columns * per_slot + total * heads.q * (heads.dim + 2 * heads.v_dim) * 2
     pairs = batch * (count * start + count * (count + 1) / 2)
     flops = int(2 * pairs * heads.q * (heads.dim + heads.v_dim))
-    return Bench(f"attention, {name}", batch, num_bytes, build, flops, str(chosen))
+    return Bench(f"attention, {name}", batch, num_bytes, build, flops, str(chosen), config=config)
 
 
 def _bench_write(batch: int, device: torch.device) -> Bench:

@@ -108,9 +108,13 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     if tune:
         shapes = ((16, 256), (16, 512), (32, 256), (64, 128), (64, 256))
         configs += [LinearConfig(o, i, w, 4) for o, i in shapes for w in (2, 4)]
+        shapes = ((2, 2048), (4, 512), (4, 1024), (4, 2048), (8, 512), (8, 1024))
+        configs += [LinearConfig(o, i, 4, n, False) for o, i in shapes for n in (1, 3)]
     for product in PRODUCTS:
-        for batch in (1, 8, 16):
+        for batch in (1, 4, 8, 16):
             for config in configs:
+                if batch > 1 and config is not None and not config.has_units:
+                    continue
                 yield _bench_product(product, batch, config, device)
             yield _bench_torch(product, batch, device)
         for batch in BATCHES[2:]:
@@ -157,7 +161,7 @@ def _bench_product(
         return [call() for _ in range(sets)]
 
     name, note = f"product, {product.name}", "" if config is None else str(config)
-    return Bench(name, batch, _bytes(product, batch), build, note=note)
+    return Bench(name, batch, _bytes(product, batch), build, note=note, config=config)
 
 
 def _bench_torch(product: Product, batch: int, device: torch.device) -> Bench:

@@ -54,9 +54,17 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     for batch in BATCHES:
         configs: list[FoldConfig | None] = [None]
         if tune:
-            configs += [FoldConfig(32, 2), FoldConfig(32, 4, "tf32x3"), FoldConfig(16, 2)]
+            shapes = ((16, 1), (32, 2), (64, 4), (128, 8))
+            configs += [
+                FoldConfig(*shape, "fma", stages, streams)
+                for shape in shapes
+                for stages in (1, 2)
+                for streams in (False, True)
+            ]
+            configs += [FoldConfig(16, 1, "tf32x3"), FoldConfig(32, 2, "tf32x3")]
         for config in configs:
-            yield _bench_fold(batch, config, device)
+            for count in (4, R):
+                yield _bench_fold(batch, count, config, device)
     for batch in (1, 8, 64):
         yield _bench_slots(batch, device)
         yield _bench_nodes(batch, device)
@@ -107,21 +115,21 @@ def _layers_of(batch: int, parts: int) -> int:
     return max(1, min(LAYERS, int(40e9 // (batch * parts * _SLOT))))
 
 
-def _bench_fold(batch: int, config: FoldConfig | None, device: torch.device) -> Bench:
+def _bench_fold(batch: int, count: int, config: FoldConfig | None, device: torch.device) -> Bench:
     layers = _layers_of(batch, 1)
 
     def build(sets: int) -> list[Call]:
         def call() -> Call:
             arrays = _arrays(layers, batch + 1, HK, HV, DK, DV, 1, CHANNELS, device)
-            moves = _moves(batch, R, device)
+            moves = _moves(batch, count, device)
             return lambda: fold_(arrays, moves, config=config)
 
         return [call() for _ in range(sets)]
 
     row = (HK * DK + HV * DV + HV) * 4
-    num_bytes = batch * layers * (2 * _SLOT + R * row)
+    num_bytes = batch * layers * (2 * _SLOT + count * row)
     note = f"{layers} layers {config or ''}"
-    return Bench(f"fold of {R} rows", batch, num_bytes, build, note=note)
+    return Bench(f"fold of {count} rows", batch, num_bytes, build, note=note, config=config)
 
 
 def _bench_slots(batch: int, device: torch.device) -> Bench:

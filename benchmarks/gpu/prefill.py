@@ -95,4 +95,6 @@ def bench(lengths: list[int], config: ChunkConfig | None, device: torch.device) 
     # with chunks of 64: k k^T, q k^T, T k, T v; then w S, q S, (q k) u, k^T u
     flops = total * s.hv * 2 * (64 * (3 * s.dk + 2 * s.dv) + 3 * s.dk * s.dv)
     name = f"gdn prefill, {count} x {lengths[0]}"
-    return Bench(name, count, num_bytes, build, flops, "" if config is None else str(config))
+    return Bench(
+        name, count, num_bytes, build, flops, "" if config is None else str(config), config
+    )

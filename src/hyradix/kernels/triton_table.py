@@ -38,11 +38,16 @@ class StepConfig:
 
 @dataclass(frozen=True, slots=True)
 class FoldConfig:
-    """A fold: columns of d_v per program; "fma" sums rows one by one, "tf32x3" as one product."""
+    """A fold: columns of d_v per program; "fma" sums rows one by one, "tf32x3" as one product.
+
+    stages: rows of the log under way at once ("fma").
+    """
 
     block_v: int
     num_warps: int = 1
     product: str = "fma"
+    stages: int = 1
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +82,17 @@ class AttendConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """A product with few rows: outputs per program, inputs at a time."""
+    """A product with few rows: outputs per program, inputs at a time.
+
+    has_units: by matrix units, on 16 rows whatever their number. One row can do without, and
+    nothing but the weight goes through a multiprocessor.
+    """
 
     block_o: int
     block_i: int
     num_warps: int
     stages: int
+    has_units: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +117,13 @@ class ExpertConfig:
 Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
-_STEP: dict[str, Rows[StepConfig]] = {"default": ((1, StepConfig(128, 8)),)}
-_STEP_LOG: dict[str, Rows[StepConfig]] = {"default": ((1, StepConfig(128, 8)),)}
-_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(16)),)}
+_STEP: dict[str, Rows[StepConfig]] = {
+    "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
+}
+_STEP_LOG: dict[str, Rows[StepConfig]] = {
+    "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
+}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(64, 4, streams=True)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
 _VERIFY: dict[str, Rows[VerifyConfig]] = {
@@ -124,6 +138,12 @@ _LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
         (1, LinearConfig(16, 512, 4, 4)),
         (8_192, LinearConfig(32, 256, 4, 4)),
         (65_536, LinearConfig(64, 128, 4, 4)),
+    ),
+}
+_VECTOR: dict[str, Rows[LinearConfig]] = {  # by outputs, for one row
+    "default": (
+        (1, LinearConfig(4, 1024, 4, 1, has_units=False)),
+        (8_192, LinearConfig(8, 1024, 4, 1, has_units=False)),
     ),
 }
 _EXPERTS: dict[str, Rows[ExpertConfig]] = {  # by pairs per 16 experts
@@ -178,9 +198,9 @@ def kda_chunk_config(device: torch.device) -> ChunkConfig:
     return _of(_KDA_CHUNK, device)
 
 
-def linear_config(device: torch.device, outputs: int) -> LinearConfig:
-    """For weights with ``outputs`` rows."""
-    return _choose(_LINEAR, device, outputs)
+def linear_config(device: torch.device, outputs: int, rows: int) -> LinearConfig:
+    """For ``rows`` times weights with ``outputs`` rows."""
+    return _choose(_VECTOR if rows == 1 else _LINEAR, device, outputs)
 
 
 def expert_config(
@@ -195,10 +215,11 @@ def attend_config(
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
-    Splits fill the device about three times over, no more than 64 parts. itemsize: bytes of a
-    number of the pools; heads of over 256 numbers take 64 query rows where it is 2, and no more
-    than 32 heads of one KV head where it is 4. Keys come by a table of slots, so one tile is on its
-    way with 3 or 4 stages, two with 5.
+    Splits fill the device about four times over, as many programs as a multiprocessor holds at
+    once, three times with wide heads; no more than 64 parts. itemsize: bytes of a number of the
+    pools; heads of over 256 numbers take 64 query rows where it is 2, and no more than 32 heads of
+    one KV head where it is 4. Keys come by a table of slots, so one tile is on its way with 3 or 4
+    stages, two with 5.
     """
     wide = dim > 256
     most = 32 if wide and itemsize > 2 else 64
@@ -208,7 +229,7 @@ def attend_config(
     block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
     if wide:
         warps, stages = 8, 2 if itemsize > 2 else 5 if block_m <= 32 else 3
-    wanted = 3 * _of(_MULTIPROCESSORS, device) // max(programs, 1)
+    wanted = (3 if wide else 4) * _of(_MULTIPROCESSORS, device) // max(programs, 1)
     splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
     return AttendConfig(block_m, block_n, splits, warps, stages)
 

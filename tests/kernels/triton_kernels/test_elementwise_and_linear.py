@@ -87,9 +87,12 @@ def test_activations_and_embedding(device):
     assert torch.equal(rows.cpu(), embedding_reference.embed(weight, ids).float())
 
 
-@pytest.mark.parametrize(("rows", "size", "outputs"), [(1, 64, 32), (3, 41, 19), (16, 96, 50)])
-def test_products_with_what_is_fused(device, rows, size, outputs):
-    config = LinearConfig(32, 32, 4, 2)
+SHAPES = [(1, 64, 32, True), (3, 41, 19, True), (16, 96, 50, True), (1, 41, 19, False)]
+
+
+@pytest.mark.parametrize(("rows", "size", "outputs", "has_units"), SHAPES)
+def test_products_with_what_is_fused(device, rows, size, outputs, has_units):
+    config = LinearConfig(32 if has_units else 4, 32, 4, 2, has_units)
     # the interpreter multiplies the bits of bfloat16 operands as integers
     dtype, limit = (torch.float32, 1e-5) if device.type == "cpu" else (BFLOAT16, 1e-2)
     x, weight = normal(rows, size, dtype=dtype), normal(2 * outputs, size, seed=1, dtype=dtype)

@@ -49,7 +49,9 @@ def few_rows_linear(
     assert x.stride(1) == weight.stride(1) == out.stride(1) == 1
     assert not (is_swiglu and residual is not None)
     outputs = out.shape[1]
-    config = config or linear_config(x.device, outputs)
+    config = config or linear_config(x.device, outputs, rows)
+    if rows == 1 and not config.has_units:
+        return _one_row(x, weight, out, norm, eps, residual, is_swiglu, config)
     block_i = min(config.block_i, power_of_two(size, least=16))
     block_o = max(config.block_o // (1 + is_swiglu), 16)
     other = out if residual is None else residual
@@ -110,3 +112,63 @@ def _few_rows_kernel(
     if HAS_RESIDUAL:
         total += load32(residual + b[:, None] * residual_stride + o[None, :], inside)
     store(out + b[:, None] * out_stride + o[None, :], total, inside)
+
+
+def _one_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    is_swiglu: bool,
+    config: LinearConfig,
+) -> torch.Tensor:
+    size, outputs = x.shape[1], out.shape[1]
+    launch(
+        _one_row_kernel,
+        (triton.cdiv(outputs, config.block_o),),
+        x, weight, weight.stride(0), x if norm is None else norm, eps,
+        out if residual is None else residual, out,
+        size, outputs, norm is not None, residual is not None, is_swiglu,
+        config.block_o, min(config.block_i, power_of_two(size)), config.stages,
+        num_warps=config.num_warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _one_row_kernel(
+    x, weight, weight_stride, norm, eps, residual, out,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, IS_SWIGLU: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products stay apart by input until the end: no sum across threads inside of the loop."""
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    is_output = o < OUTPUTS
+    place = weight + o.to(tl.int64)[:, None] * weight_stride
+    total, ups = tl.zeros([BO, BI], tl.float32), tl.zeros([BO, BI], tl.float32)
+    squares = tl.zeros([BI], tl.float32)
+    for first in tl.range(0, SIZE, BI, num_stages=STAGES):
+        i = first + tl.arange(0, BI)
+        in_size = i < SIZE
+        inside = is_output[:, None] & in_size[None, :]
+        inputs = load32(x + i, in_size)
+        if HAS_NORM:
+            squares += inputs * inputs
+            inputs *= load32(norm + i, in_size)
+        total += inputs[None, :] * load32(place + i[None, :], inside)
+        if IS_SWIGLU:
+            second = place + OUTPUTS * weight_stride + i[None, :]
+            ups += inputs[None, :] * load32(second, inside)
+    result = tl.sum(total, 1)
+    scale = 1.0
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE + eps)
+    result *= scale
+    if IS_SWIGLU:
+        result = silu(result) * (tl.sum(ups, 1) * scale)
+    if HAS_RESIDUAL:
+        result += load32(residual + o, is_output)
+    store(out + o, result, is_output)

@@ -5,8 +5,9 @@ movements are due.
 
 Invariants:
 - Slots 0 as targets are padding: nothing is done. Other targets differ.
-- A fold is float32: rows are added from the newest back, their decay a product of what follows
-  them, so no difference of sums is taken; rows past a count are not read. Count 0: the base's bits.
+- A fold is float32 and goes row by row, as decode in place would (or as one product, each row's
+  decay the sum of what follows it): no difference of sums is taken. Rows past a count are not read.
+  Count 0: the base's bits.
 - Every element of a target is written by the program that read it from the source, so both may be
   one slot.
 Read next: ``keeping.py``, ``state_log.py``.
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, load_state, power_of_two, store_state
 from hyradix.kernels.triton_table import FoldConfig, fold_config
 
 _CHANNELS = 1024
@@ -76,7 +77,7 @@ def fold_(arrays: StateArrays, moves: DeviceMoves, *, config: FoldConfig | None 
         channels, arrays.windows.shape[2], num_v_heads, num_v_heads // arrays.k.shape[3], dk, dv,
         num_rows, arrays.g.shape[4], power_of_two(dk, least=least), block_v,
         power_of_two(num_rows, least=least), power_of_two(arrays.g.shape[4]), _CHANNELS, blocks,
-        config.product,
+        config.product, config.stages, config.streams,
         num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -107,7 +108,7 @@ def _fold_kernel(
     C: tl.constexpr, TAPS: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, R: tl.constexpr, DG: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BR: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    PRODUCT: tl.constexpr, STAGES: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """Programs of a layer: its heads' column blocks, then the blocks of its window's channels."""
     PER_LAYER: tl.constexpr = HV * BLOCKS + (C + BC - 1) // BC
@@ -139,19 +140,18 @@ def _fold_kernel(
     log_k += layer * k_layer + row * k_row + head // RATIO * DK
     log_u += layer * u_layer + row * u_row + head * DV
     log_g += layer * g_layer + row * g_row + head * DG
-    base = tl.load(pool + source * pool_slot + place, mask=inside, other=0.0)
-    # the decay is one number (DG 1) or one per d; an index of 0 repeats the number
-    dg = d if DG > 1 else d * 0
+    base = load_state(pool + source * pool_slot + place, inside, STREAMS)
     if PRODUCT == "fma":
-        total = tl.zeros([BK, BV], tl.float32)
-        behind = tl.zeros([BK], tl.float32)  # sum of g over the rows after this one
-        for i in range(count):
-            j = count - 1 - i
-            k = load32(log_k + j * (HV // RATIO * DK) + d, in_k) * tl.exp(behind)
+        for j in tl.range(0, count, num_stages=STAGES):
+            k = load32(log_k + j * (HV // RATIO * DK) + d, in_k)
             u = load32(log_u + j * (HV * DV) + column, in_v)
-            total += k[:, None] * u[None, :]
-            behind += load32(log_g + j * (HV * DG) + dg, in_k)
+            if DG == 1:
+                grown = tl.exp(tl.load(log_g + j * HV).to(tl.float32))
+            else:
+                grown = tl.exp(load32(log_g + j * (HV * DG) + d, in_k))[:, None]
+            base = base * grown + k[:, None] * u[None, :]
     else:
+        dg = d if DG > 1 else d * 0  # an index of 0 repeats the number
         j = tl.arange(0, BR)
         is_row = j < count
         k_inside = is_row[:, None] & in_k[None, :]
@@ -167,9 +167,9 @@ def _fold_kernel(
             log_u + j[:, None] * (HV * DV) + column[None, :], is_row[:, None] & in_v[None, :]
         )
         total = tl.dot(tl.trans(k * tl.exp(after)), us, input_precision=PRODUCT)
-        behind = tl.sum(g, 0)
-    kept = tl.where(count > 0, base * tl.exp(behind)[:, None] + total, base)
-    tl.store(pool + target * pool_slot + place, kept, mask=inside)
+        grown = tl.exp(tl.sum(g, 0))[:, None]
+        base = tl.where(count > 0, base * grown + total, base)
+    store_state(pool + target * pool_slot + place, base, inside, STREAMS)
 
 
 @triton.jit
