@@ -40,45 +40,87 @@ class Compiled:
     ptx: str
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What Triton would compile for one launch."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int], list[list[Any]]]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return str(self.kernel.__name__)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Launches of one key share what is compiled."""
+        parts = (self.signature, self.constants, self.attributes, self.options)
+        module = self.kernel.fn.__module__
+        return (module, self.name, *(str(sorted(part.items())) for part in parts))
+
+
+@contextmanager
+def collected() -> Iterator[list[Variant]]:
+    """Launches inside are neither compiled nor run."""
+    found: list[Variant] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(_variant(self, args, options))
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield found
+
+
 @contextmanager
 def compiled_for(capability: int) -> Iterator[list[Compiled]]:
     """Launches inside are compiled instead of run."""
     found: list[Compiled] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found.append(_compile(self, args, capability, options))
+        found.append(compile_variant(_variant(self, args, options), capability))
 
     with mock.patch.object(JITFunction, "run", run):
         yield found
 
 
-def _compile(kernel: Any, args: tuple[Any, ...], capability: int, options: Any) -> Compiled:
+def _variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Variant:
+    """As Triton tells launches apart: by types, constants, ones and multiples of 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        name = parameter.name
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        name, is_special = parameter.name, not parameter.do_not_specialize
+        is_int = type(value) is int
+        if parameter.is_constexpr or value is None or (is_int and value == 1 and is_special):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and is_special:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, bool):
             signature[name] = "i1"
-        elif isinstance(value, int):
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
+        elif is_int:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and is_special:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
-    source = ASTSource(kernel, signature, constants, attributes)
+    return Variant(kernel, signature, constants, attributes, options)
+
+
+def compile_variant(variant: Variant, capability: int) -> Compiled:
+    """Compile it for that compute capability."""
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, variant.attributes)
     target = GPUTarget("cuda", capability, 32)
-    built = triton.compile(source, target=target, options=options)
+    built = triton.compile(source, target=target, options=variant.options)
     registers, local = _resources(built.asm["cubin"])
     return Compiled(
-        kernel.__name__, options.get("num_warps", 4), registers, local, built.metadata.shared,
-        built.asm["ptx"],
+        variant.name, variant.options.get("num_warps", 4), registers, local,
+        built.metadata.shared, built.asm["ptx"],
     )  # fmt: skip
 
 

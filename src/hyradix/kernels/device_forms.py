@@ -22,6 +22,7 @@ import torch
 from hyradix.kernels.attention.triton import DeviceQueries
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.gated_delta_rule.triton import Chunks, chunk_table
+from hyradix.kernels.memory import upload
 from hyradix.kernels.triton_table import AttendConfig
 
 
@@ -47,7 +48,7 @@ class DeviceStates:
         )
 
         def on_device(x: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(x).to(device, non_blocking=True)
+            return upload(x, device)
 
         return cls(
             cu_seqlens=on_device(batch.cu_seqlens),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hyradix.kernels.memory import physical_bytes
+from hyradix.kernels.memory import physical_bytes, upload
 from hyradix.kernels.ops import Ops
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, taps_of
@@ -112,7 +112,7 @@ class DraftBuffers:
         if self._pool_hidden is None or self.hidden is None:
             return
         rows, last, targets = (
-            torch.from_numpy(x).to(self._device, torch.long)
+            upload(x.astype(np.int64), self._device)
             for x in (moves.rows, moves.counts - 1, moves.targets)
         )
         self._pool_hidden[targets] = self.hidden[rows, last]

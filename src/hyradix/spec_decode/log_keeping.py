@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
+from hyradix.kernels.memory import upload
 from hyradix.kernels.ops import Array, Ops
 from hyradix.kernels.tree_recurrence.keeping import Moves
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, window_taps
@@ -110,7 +110,7 @@ class LogKeeper:
         if buffers.hidden is not None:
             assert hidden is not None, "the pool holds hidden states"
             row, target, node = (
-                torch.from_numpy(x).to(self._ops.device, torch.long) for x in (rows, targets, taken)
+                upload(x.astype(np.int64), self._ops.device) for x in (rows, targets, taken)
             )
             buffers.hidden[row, target] = self._ops.tensor(hidden)[node]
 

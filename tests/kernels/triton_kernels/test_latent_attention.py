@@ -124,7 +124,7 @@ def test_rows_of_all_kinds_equal_the_twin(device, name):
     expected = reference.latent_attention(
         projected[:total].double(), wide(raw), batch, expected_pool
     )
-    limit = 1e-5 if device.type == "cpu" else 2e-3  # tf32
+    limit = 1e-5
     assert error(out[:total], expected) < limit
     assert not out[total:].any()
     assert torch.equal(written.isnan(), expected_pool.isnan())
@@ -142,7 +142,7 @@ def test_tokens_without_a_write_slot_write_nothing_and_see_what_is_there(device)
     out, written = ours(raw, projected, tokens, pool, device)
     expected_pool = pool.double()
     expected = reference.latent_attention(projected.double(), wide(raw), silent, expected_pool)
-    assert error(out, expected) < (1e-5 if device.type == "cpu" else 2e-3)
+    assert error(out, expected) < 1e-5
     kept = batch.kv_table[batch.rows[0], :7]
     assert torch.equal(written[kept], pool[kept])
 
@@ -165,7 +165,7 @@ def test_nodes_of_draft_trees_see_their_paths(device):
     tokens = on_device(batch, heads, device, ancestors=ancestors)
     out, _ = ours(raw, projected, tokens, pool, device)
     expected = reference.latent_attention(projected.double(), wide(raw), batch, pool.double())
-    assert error(out, expected) < (1e-5 if device.type == "cpu" else 2e-3)
+    assert error(out, expected) < 1e-5
 
 
 def test_more_heads_than_a_block_are_refused(device):

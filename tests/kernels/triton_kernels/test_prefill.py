@@ -41,7 +41,7 @@ def test_prefill_equals_the_torch_mixer(device, shape):
         projected[:total].double(), wide(case.mixer), batch, expected_conv, expected_state
     )
     # outputs pass through tf32 on the device
-    assert error(out[:total], expected) < (1e-5 if device.type == "cpu" else 2e-3)
+    assert error(out[:total], expected) < 1e-5
     assert out[total:].isnan().all()
     assert error(state[1:9], expected_state[1:9]) < 1e-5
     assert torch.equal(conv.cpu().double().nan_to_num(7), expected_conv.nan_to_num(7))

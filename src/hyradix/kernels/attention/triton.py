@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.attention.queries import Int32Array
-from hyradix.kernels.triton_support import divisor, launch, load32, power_of_two, sigmoid, store
+from hyradix.kernels.triton_support import (
+    divisor,
+    launch,
+    load32,
+    output_precision,
+    power_of_two,
+    sigmoid,
+    store,
+)
 from hyradix.kernels.triton_table import AttendConfig
 
 _LOG2_E = 1.4426950408889634
@@ -120,7 +128,7 @@ def attend(
         num_tokens, heads, kv_heads, main, tail, v_dim, is_view and block_d == block_v,
         queries.ancestors is not None, gate is not None,
         tokens_per_block(config, heads // kv_heads), config.block_m, config.block_n, block_d,
-        power_of_two(tail, least=16), block_v, splits, config.stages,
+        power_of_two(tail, least=16), block_v, splits, output_precision(q.dtype), config.stages,
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
@@ -136,7 +144,7 @@ def attend(
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attend_kernel(
     q, q_token, q_head, k_pool, k_slot, k_head, v_pool, v_slot, v_head, table, table_stride,
     blocks, cu_seqlens, rows, starts, ancestors, first, scale, part_o, part_lse,
@@ -144,7 +152,7 @@ def _attend_kernel(
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr,
     IS_VIEW: tl.constexpr, IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores are in units of log 2; ``scale`` has the factor."""
     G: tl.constexpr = H // HKV
@@ -188,11 +196,12 @@ def _attend_kernel(
         slot = tl.load(table + column, mask=is_key, other=0).to(tl.int64)
         k_place = k_pool + slot[:, None] * k_slot + kv_head * k_head
         keys = tl.load(k_place + d[None, :], mask=is_key[:, None] & (d < D)[None, :], other=0.0)
-        score = tl.dot(queries, tl.trans(keys))
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if TAIL > 0:
             is_tail = is_key[:, None] & (t < TAIL)[None, :]
             keys_tail = tl.load(k_place + D + t[None, :], mask=is_tail, other=0.0)
-            score = tl.dot(queries_tail, tl.trans(keys_tail), score)
+            keys_tail = tl.trans(keys_tail)
+            score = tl.dot(queries_tail, keys_tail, score, input_precision=PRECISION)
         behind = (column - start)[None, :]
         if IS_TREE:
             on_path = (bits[:, None] >> tl.maximum(behind, 0).to(tl.int64)) & 1
@@ -210,7 +219,8 @@ def _attend_kernel(
         else:
             v_place = v_pool + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
             values = tl.load(v_place, mask=is_key[:, None] & (dv < DV)[None, :], other=0.0)
-        o = tl.dot(p.to(values.dtype), values, o * kept[:, None])
+        p = p.to(values.dtype)
+        o = tl.dot(p, values, o * kept[:, None], input_precision=PRECISION)
         top = new_top
 
     inside = is_query[:, None] & (dv < DV)[None, :]

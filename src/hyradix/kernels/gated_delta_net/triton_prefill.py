@@ -56,7 +56,7 @@ def mix_(
         power_of_two(dk), power_of_two(dv),
         num_warps=1,
     )  # fmt: skip
-    chunked_(batch.chunks, state, scratch, config=config)
+    chunked_(batch.chunks, state, scratch, projected.dtype, config=config)
     move_windows_(projected, batch, conv_state)
     z = projected[:tokens, channels : channels + num_v_heads * dv].unflatten(1, (num_v_heads, dv))
     there = out[:tokens].unflatten(1, (num_v_heads, dv))

@@ -11,7 +11,7 @@ chunk, S in registers.
 Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
 - T by rows, each from final ones (powers of A lose digits where keys repeat). What states are made
-  of goes through products of three tf32 passes, outputs through one.
+  of goes through products of three tf32 passes, outputs through ``output_precision``.
 - Sums of g are within a chunk and float64 in differences; ratios only.
 Source: as ``reference.py``. Read next: ``../gated_delta_net/triton_prefill.py`` (the caller).
 """
@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
@@ -101,13 +101,14 @@ def chunked_(
     chunks: Chunks,
     state: torch.Tensor,
     scratch: ChunkScratch,
+    dtype: torch.dtype,
     *,
     config: ChunkConfig | None = None,
 ) -> None:
     """From each sequence's slot: ``scratch.o``, the slot's state, the saves.
 
     state: ``float32[slots, Hv, dk, dv]``. scratch: q, k, v, g, beta of all tokens; beta becomes
-    e^G (from the chunk's start to the token), g becomes e^(G_last - G).
+    e^G (from the chunk's start to the token), g becomes e^(G_last - G). dtype: of activations.
     """
     _, num_v_heads, dk, dv = state.shape
     assert state.is_contiguous()
@@ -120,7 +121,7 @@ def chunked_(
         (chunks.table.shape[0], num_v_heads),
         chunks.table, x.q, x.k, x.v, x.g, x.beta, x.w, x.u, x.products,
         num_v_heads, ratio, dk, dv, CHUNK, min(32, power_of_two(dk, least=16)),
-        min(32, power_of_two(dv, least=16)),
+        min(32, power_of_two(dv, least=16)), output_precision(dtype),
         num_warps=config.solve_warps,
     )  # fmt: skip
     launch(
@@ -129,7 +130,7 @@ def chunked_(
         chunks.table, chunks.offsets, chunks.slots, state, x.q, x.k, x.beta, x.g, x.w, x.u,
         x.products, x.o,
         num_v_heads, ratio, dk, dv, CHUNK, power_of_two(dk, least=32) // 2, block_v,
-        triton.cdiv(dv, block_v),
+        triton.cdiv(dv, block_v), output_precision(dtype),
         num_warps=config.pass_warps,
     )  # fmt: skip
 
@@ -138,7 +139,7 @@ def chunked_(
 def _solve_kernel(
     table, all_q, all_k, all_v, all_g, all_beta, all_w, all_u, all_products,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     HK: tl.constexpr = HV // RATIO
     head = tl.program_id(1)
@@ -161,7 +162,7 @@ def _solve_kernel(
         place = (token * HK + head // RATIO)[:, None] * DK + d[None, :]
         k, q = load32(all_k + place, inside), load32(all_q + place, inside)
         system = tl.dot(k, tl.trans(k), system, input_precision="tf32x3")
-        products = tl.dot(q, tl.trans(k), products, input_precision="tf32")
+        products = tl.dot(q, tl.trans(k), products, input_precision=PRECISION)
     system = tl.where(c[:, None] > c[None, :], system * ratio * beta[:, None], 0.0)
     inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0)
     for i in range(1, count):  # row i from the rows before it
@@ -193,7 +194,7 @@ def _pass_kernel(
     table, offsets, slots, all_states, all_q, all_k, all_grown, all_behind, all_w, all_u,
     all_products, all_o,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills."""
     HK: tl.constexpr = HV // RATIO
@@ -227,11 +228,11 @@ def _pass_kernel(
         read = tl.dot(load32(w_place, tokens_upper), upper, input_precision="tf32x3")
         read = tl.dot(load32(w_place + BK, tokens_lower), lower, read, input_precision="tf32x3")
         u = load32(all_u + row * DV + column[None, :], in_columns) - read
-        o = tl.dot(load32(all_q + key_place, tokens_upper), upper, input_precision="tf32")
+        o = tl.dot(load32(all_q + key_place, tokens_upper), upper, input_precision=PRECISION)
         q = load32(all_q + key_place + BK, tokens_lower)
-        o = tl.dot(q, lower, o, input_precision="tf32") * grown[:, None]
+        o = tl.dot(q, lower, o, input_precision=PRECISION) * grown[:, None]
         products = load32(all_products + row * C + c[None, :], is_token[:, None])
-        o = tl.dot(products, u, o, input_precision="tf32")
+        o = tl.dot(products, u, o, input_precision=PRECISION)
         tl.store(all_o + row * DV + column[None, :], o, mask=in_columns)
         u *= behind[:, None]
         k = tl.trans(load32(all_k + key_place, tokens_upper))

@@ -8,7 +8,8 @@ S + (q k) u, S <- e^G_last S + (e^(G_last - G) k)^T u, chunk after chunk, S in r
 
 Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
-- What states are made of goes through products of three tf32 passes, outputs through one.
+- What states are made of goes through products of three tf32 passes, outputs through
+  ``output_precision``.
 Source: as ``recurrence.py``, the readable twin. Read next: ``triton_solve.py`` (the first half),
 ``triton_prefill.py`` (the caller).
 """
@@ -23,7 +24,7 @@ import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton import CHUNK, Chunks
 from hyradix.kernels.kda.triton_solve import KdaChunkScratch, solve_
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, kda_chunk_config
 
 __all__ = ["KdaChunkScratch", "chunked_"]
@@ -33,26 +34,29 @@ def chunked_(
     chunks: Chunks,
     state: torch.Tensor,
     scratch: KdaChunkScratch,
+    dtype: torch.dtype,
     *,
     config: ChunkConfig | None = None,
 ) -> None:
     """From each sequence's slot: ``scratch.o``, the slot's state, the saves.
 
     state: ``float32[slots, H, dk, dv]``. scratch: mixed, g, beta of all tokens, which
-    ``solve_`` overwrites.
+    ``solve_`` overwrites. dtype: of activations.
     """
     _, heads, dk, dv = state.shape
     assert state.is_contiguous()
     config = config or kda_chunk_config(state.device)
     x = scratch
     assert x.mixed.shape[1] == heads * (2 * dk + dv)
-    solve_(chunks, x, num_warps=config.solve_warps)
+    precision = output_precision(dtype)
+    solve_(chunks, x, precision, num_warps=config.solve_warps)
     block_v = max(min(config.block_v, power_of_two(dv)), 16)
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * heads * triton.cdiv(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.w, x.products, x.o,
         heads, dk, dv, CHUNK, power_of_two(dk, least=32) // 2, block_v, triton.cdiv(dv, block_v),
+        precision,
         num_warps=config.pass_warps,
     )  # fmt: skip
 
@@ -61,7 +65,7 @@ def chunked_(
 def _pass_kernel(
     table, offsets, slots, all_states, mixed, all_g, all_w, all_products, all_o,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, BLOCKS: tl.constexpr,
+    BV: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills."""
     CHANNELS: tl.constexpr = H * (2 * DK + DV)
@@ -95,10 +99,10 @@ def _pass_kernel(
         read = tl.dot(load32(w_place, tokens_upper), upper, input_precision="tf32x3")
         read = tl.dot(load32(w_place + BK, tokens_lower), lower, read, input_precision="tf32x3")
         u = load32(u_place, in_columns) - read
-        o = tl.dot(load32(q_place, tokens_upper), upper, input_precision="tf32")
-        o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision="tf32")
+        o = tl.dot(load32(q_place, tokens_upper), upper, input_precision=PRECISION)
+        o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision=PRECISION)
         products = all_products + row * C + (c * (H * C))[:, None] + c[None, :]
-        o = tl.dot(load32(products, is_token[:, None]), u, o, input_precision="tf32")
+        o = tl.dot(load32(products, is_token[:, None]), u, o, input_precision=PRECISION)
         o_place = all_o + row * DV + (c * (H * DV))[:, None] + column[None, :]
         tl.store(o_place, o, mask=in_columns)
         kept = all_g + (row + (count - 1) * H) * DK + d

@@ -40,7 +40,7 @@ def mix_(
     tokens, x = batch.sequences.shape[0], scratch
     conv_ragged_(projected, weights.conv, None, batch, conv_state, x.mixed)
     gates_(x.mixed[:tokens], projected, forget, weights, state, x.g, x.beta)
-    chunked_(batch.chunks, state, scratch, config=config)
+    chunked_(batch.chunks, state, scratch, projected.dtype, config=config)
     move_windows_(projected, batch, conv_state)
     finish_(x.o[:tokens], gate[:tokens], weights, out[:tokens])
     return out

@@ -11,7 +11,7 @@ Invariants:
   of their own block inside the sum over channels, masked before the exponential.
 - Sums of g are within a chunk and float64 in differences.
 - T by rows and blocks, each from final ones (powers of A lose digits where keys repeat). What
-  states are made of goes through products of three tf32 passes, outputs through one.
+  states are made of goes through products of three tf32 passes, outputs through ``precision``.
 Source: as ``recurrence.py``, the readable twin. Read next: ``triton_chunks.py`` (the second half).
 """
 # mypy: ignore-errors
@@ -46,7 +46,7 @@ class KdaChunkScratch:
         self.w, self.o = empty(num_heads, k_dim), empty(num_heads, v_dim)
 
 
-def solve_(chunks: Chunks, scratch: KdaChunkScratch, *, num_warps: int) -> None:
+def solve_(chunks: Chunks, scratch: KdaChunkScratch, precision: str, *, num_warps: int) -> None:
     """Of ``scratch``, from mixed, g and beta of all tokens: products and w; in place of q e^G q
     (from the chunk's start), of k e^(G_last - G) k, of v U, of a chunk's last g e^G_last.
     """
@@ -59,7 +59,7 @@ def solve_(chunks: Chunks, scratch: KdaChunkScratch, *, num_warps: int) -> None:
         _products_kernel,
         (num_chunks, heads, CHUNK // _BLOCK),
         chunks.table, x.mixed, x.g, x.system, x.products,
-        heads, dk, dv, CHUNK, _BLOCK, block_k, _CHANNELS,
+        heads, dk, dv, CHUNK, _BLOCK, block_k, _CHANNELS, precision,
         num_warps=4,
     )  # fmt: skip
     launch(
@@ -81,7 +81,7 @@ def solve_(chunks: Chunks, scratch: KdaChunkScratch, *, num_warps: int) -> None:
 def _products_kernel(
     table, mixed, all_g, systems, all_products,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """B rows of k k^T and q k^T of one chunk and head, decays inside, 0 for later keys of q."""
     CHANNELS: tl.constexpr = H * (2 * DK + DV)
@@ -111,7 +111,7 @@ def _products_kernel(
             q = load32(row_q + d[None, :], inside) * grown
             k = load32(row_q + H * DK + d[None, :], inside) * grown
             k_products = tl.dot(k, tl.trans(keys), k_products, input_precision="tf32x3")
-            q_products = tl.dot(q, tl.trans(keys), q_products, input_precision="tf32")
+            q_products = tl.dot(q, tl.trans(keys), q_products, input_precision=PRECISION)
         written = is_row[:, None] & is_before[None, :]
         tl.store(systems + place + c[None, :], k_products, mask=written)
         tl.store(all_products + place + c[None, :], q_products, mask=written)

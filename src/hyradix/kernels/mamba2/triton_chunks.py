@@ -10,7 +10,8 @@ independent: of more than 128, every 128 have a launch of their own.
 
 Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
-- What states are made of goes through products of three tf32 passes, outputs through one.
+- What states are made of goes through products of three tf32 passes, outputs through
+  ``output_precision``.
 - Sums of g are within a chunk and float64 in differences; ratios only, masked before the
   exponential: no factor exceeds 1.
 Source: DESIGN section 6.1. Read next: ``recurrence.py`` (the readable twin), ``triton_prefill.py``.
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton import CHUNK, Chunks
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, mamba2_chunk_config
 
 _ROWS = 128
@@ -58,12 +59,14 @@ def chunked_(
     num_k_heads: int,
     state: torch.Tensor,
     scratch: Mamba2ChunkScratch,
+    dtype: torch.dtype,
     *,
     config: ChunkConfig | None = None,
 ) -> None:
     """From each sequence's slot: ``scratch.o``, the slot's state, the saves.
 
     state: ``float32[slots, Hv, dk, dv]``. scratch: mixed, g (log decay) and dt of all tokens.
+    dtype: of activations.
     """
     _, num_v_heads, dk, dv = state.shape
     assert state.is_contiguous()
@@ -76,6 +79,7 @@ def chunked_(
         (chunks.table.shape[0], num_k_heads),
         chunks.table, x.mixed, x.products,
         x.mixed.shape[1], num_k_heads, dk, CHUNK, min(32, power_of_two(dk, least=16)),
+        output_precision(dtype),
         num_warps=config.solve_warps,
     )  # fmt: skip
     part = min(power_of_two(dk, least=32), _ROWS)
@@ -86,6 +90,7 @@ def chunked_(
             chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.dt, x.products, x.o,
             x.mixed.shape[1], num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK,
             part // 2, block_v, triton.cdiv(dv, block_v), first_row,
+            output_precision(dtype),
             num_warps=config.pass_warps,
         )  # fmt: skip
 
@@ -94,6 +99,7 @@ def chunked_(
 def _products_kernel(
     table, mixed, all_products,
     CHANNELS: tl.constexpr, HK: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q k^T of one chunk and group; which of them count, the pass says."""
     group = tl.program_id(1)
@@ -107,7 +113,7 @@ def _products_kernel(
         inside = is_token[:, None] & (d < DK)[None, :]
         place = mixed + token[:, None] * CHANNELS + group * DK + d[None, :]
         q, k = load32(place, inside), load32(place + HK * DK, inside)
-        products = tl.dot(q, tl.trans(k), products, input_precision="tf32")
+        products = tl.dot(q, tl.trans(k), products, input_precision=PRECISION)
     place = (token * HK + group)[:, None] * C + c[None, :]
     tl.store(all_products + place, products, mask=is_token[:, None])
 
@@ -117,7 +123,7 @@ def _pass_kernel(
     table, offsets, slots, all_states, mixed, all_g, all_dt, all_products, all_o,
     CHANNELS: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST_ROW: tl.constexpr,
+    FIRST_ROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills.
 
@@ -155,8 +161,8 @@ def _pass_kernel(
         k_place = x + (HK + group) * DK + (c * CHANNELS)[:, None] + d[None, :]
         u_place = x + 2 * HK * DK + head * DV + (c * CHANNELS)[:, None] + column[None, :]
         u = load32(u_place, in_columns) * load32(all_dt + row + c * HV, is_token)[:, None]
-        o = tl.dot(load32(q_place, tokens_upper), upper, input_precision="tf32")
-        o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision="tf32")
+        o = tl.dot(load32(q_place, tokens_upper), upper, input_precision=PRECISION)
+        o = tl.dot(load32(q_place + BK, tokens_lower), lower, o, input_precision=PRECISION)
         o *= tl.exp(sums.to(tl.float32))[:, None]
         o_place = all_o + row * DV + (c * (HV * DV))[:, None] + column[None, :]
         if FIRST_ROW > 0:
@@ -168,7 +174,7 @@ def _pass_kernel(
             products = load32(
                 all_products + (first * HK + group) * C + products, is_token[:, None]
             ) * tl.exp(ratio)
-            o = tl.dot(products, u, o, input_precision="tf32")
+            o = tl.dot(products, u, o, input_precision=PRECISION)
         tl.store(o_place, o, mask=in_columns)
         u *= tl.exp((whole - sums).to(tl.float32))[:, None]
         kept = tl.exp(whole.to(tl.float32))

@@ -139,9 +139,9 @@ def _move_slots_kernel(
     tl.store(places + target * stride, words, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sources_stride"])
 def _move_rows_kernel(
-    table, rows, sources, firsts, counts, J: tl.constexpr,
+    table, rows, sources, firsts, counts, sources_stride,
     TENSORS: tl.constexpr, WORD_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
@@ -156,6 +156,6 @@ def _move_rows_kernel(
     size = _field(entry, 2, WORD_BYTES, ALIGNED)
     target = tl.load(firsts + n)
     for j in range(count):
-        source = tl.load(sources + n * J + j)
+        source = tl.load(sources + n * sources_stride + j)
         words = tl.load(places + source * size, mask=mask, other=0)
         tl.store(places + (target + j) * size, words, mask=mask)

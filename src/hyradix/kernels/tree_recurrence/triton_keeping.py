@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hyradix.kernels.memory import upload
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.triton_support import launch, load32, load_state, power_of_two, store_state
 from hyradix.kernels.triton_table import FoldConfig, fold_config
@@ -50,7 +51,7 @@ class DeviceMoves:
             np.concatenate([x, np.zeros((missing, *x.shape[1:]), np.int32)])
             for x in (moves.sources, moves.targets, moves.rows, moves.counts, moves.taps)
         ]
-        return cls(*(torch.from_numpy(x).to(device, non_blocking=True) for x in numbers))
+        return cls(*(upload(x, device) for x in numbers))
 
 
 def fold_(arrays: StateArrays, moves: DeviceMoves, *, config: FoldConfig | None = None) -> None:
