@@ -24,7 +24,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.gpu.step_forms import FormMaker  # noqa: E402

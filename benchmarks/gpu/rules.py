@@ -110,7 +110,7 @@ def _check_verify(
             channels = ChannelScratch(4, nodes, R, heads[1], dims[0], device)
         k, u, g = (x.clone().to(device) for x in (spec.k, spec.u, spec.g))
         ours = SpecLayer(mode="log", conv=None, first_node=0, num_log_rows=R, k=k, u=u, g=g)
-        verify_nodes_(rule, trees, state, ours, scratch, channels=channels)
+        verify_nodes_(rule, trees, state, ours, scratch, torch.bfloat16, channels=channels)
         oracles = [case.oracle(n) for n in range(3)]
         name = f"trees of {nodes}, {rule.name} of {heads[1]} heads of {dims[0]}x{dims[1]}"
         o = torch.cat([x[0] for x in oracles])
@@ -218,7 +218,9 @@ def _bench_verify(rule: Rule, batch: int, nodes: int, device: torch.device) -> B
             state, log, token = _layer(rule, batch, R + nodes, batch * nodes, device)
             scratch = TreeScratch(batch * nodes, *heads, *dims, device)
             scratch.q, scratch.beta = token[0], token[4]
-            return lambda: verify_nodes_(rule, trees, state, log, scratch, channels=channels)
+            return lambda: verify_nodes_(
+                rule, trees, state, log, scratch, torch.bfloat16, channels=channels
+            )
 
         return [call() for _ in range(min(sets, 8))]
 

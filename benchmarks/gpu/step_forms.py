@@ -1,4 +1,4 @@
-"""Steps of every form that ``TritonOps`` takes, on pools of any model: for compiling, not for sense.
+"""Steps of every form that ``TritonOps`` takes, on pools of any model: to compile, not for sense.
 
 Owns: ``FormMaker``. Does not know: who runs the steps. Numbers stand in range, memory is not
 filled.

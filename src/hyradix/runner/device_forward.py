@@ -74,6 +74,7 @@ class DeviceForward:
             programs=num_rows * config.num_kv_heads,
             dim=config.head_dim,
             can_split=longest == 1,
+            itemsize=self._model.ops.dtype.itemsize,
         )
 
     # ---- steps of decodes -----------------------------------------------------------------------

@@ -37,8 +37,7 @@ def test_attention_equals_the_definition(device, name, splits):
             case.q.to(device), case.queries(config, device), k, v, 0.2, config, scratch, out,
             gate=gate, is_view=case.is_latent,
         )  # fmt: skip
-        limit = 1e-5
-        assert error(out, case.expected(0.2, has_gate=gate is not None)) < limit
+        assert error(out, case.expected(0.2, has_gate=gate is not None)) < 1e-5
 
 
 def test_a_row_that_sees_nothing_gives_zeros(device):

@@ -124,8 +124,7 @@ def test_rows_of_all_kinds_equal_the_twin(device, name):
     expected = reference.latent_attention(
         projected[:total].double(), wide(raw), batch, expected_pool
     )
-    limit = 1e-5
-    assert error(out[:total], expected) < limit
+    assert error(out[:total], expected) < 1e-5
     assert not out[total:].any()
     assert torch.equal(written.isnan(), expected_pool.isnan())
     assert error(written.nan_to_num(), expected_pool.nan_to_num()) < 1e-6

@@ -60,7 +60,7 @@ def mix_trees_(
         power_of_two(dv),
         num_warps=1,
     )  # fmt: skip
-    verify_nodes_(GDN, trees, state, spec, scratch, config=config)
+    verify_nodes_(GDN, trees, state, spec, scratch, projected.dtype, config=config)
     tokens = projected.shape[0]
     z = projected[:, channels : channels + num_v_heads * dv].unflatten(1, (num_v_heads, dv))
     o = scratch.o[:tokens]

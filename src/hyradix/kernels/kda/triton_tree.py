@@ -80,7 +80,9 @@ def mix_trees_(
         num_nodes, spec.num_log_rows, heads, dk, dv, power_of_two(dk), power_of_two(dv),
         num_warps=1,
     )  # fmt: skip
-    verify_nodes_(KDA, trees, state, spec, scratch, channels=x.channels, config=config)
+    verify_nodes_(
+        KDA, trees, state, spec, scratch, projected.dtype, channels=x.channels, config=config
+    )
     finish_(x.o[:tokens], gate, weights, out)
     return out
 

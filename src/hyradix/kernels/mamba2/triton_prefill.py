@@ -38,9 +38,7 @@ def mix_(
     tokens, x = batch.sequences.shape[0], scratch
     conv_ragged_(projected, weights.conv, weights.conv_bias, batch, conv_state, x.mixed)
     time_steps_(projected[:tokens], weights, state, x.g, x.dt)
-    chunked_(
-        batch.chunks, weights.num_k_heads, state, scratch, projected.dtype, config=config
-    )
+    chunked_(batch.chunks, weights.num_k_heads, state, scratch, projected.dtype, config=config)
     move_windows_(projected, batch, conv_state)
     finish_(x.o[:tokens], x.mixed[:tokens], projected[:tokens], weights, out[:tokens])
     return out

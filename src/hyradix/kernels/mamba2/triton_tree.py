@@ -75,7 +75,7 @@ def mix_trees_(
         power_of_two(dk), power_of_two(dv),
         num_warps=1,
     )  # fmt: skip
-    verify_nodes_(MAMBA2, trees, state, spec, scratch, config=config)
+    verify_nodes_(MAMBA2, trees, state, spec, scratch, projected.dtype, config=config)
     finish_(x.o[:tokens], x.mixed[:tokens], projected, weights, out)
     return out
 

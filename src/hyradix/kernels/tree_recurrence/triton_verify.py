@@ -8,7 +8,8 @@ begins and are u when it ends: a program reads and writes its own columns only.
 
 Invariants:
 - The base and the valid log rows are only read; what is not a node is neither read nor written.
-- u goes through products of three tf32 passes (near float32), outputs through one.
+- u goes through products of three tf32 passes (near float32), outputs through
+  ``output_precision``.
 - Sums of g are float64, ratios only, masked before the exponential: no factor exceeds 1.
 - A node is solved once, in the sweep of its depth.
 Source: DESIGN section 6.1. Read next: ``masked.py`` (the readable twin).
@@ -25,11 +26,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hyradix.kernels.memory import upload
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_channels import ChannelScratch, channel_products_
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import VerifyConfig, verify_config
 
 MAX_NODES = 64
@@ -70,12 +72,12 @@ class DeviceTrees:
         def by_tree(x: np.ndarray) -> torch.Tensor:
             padded = np.zeros((count, *x.shape[1:]), np.int32)
             padded[: len(x)] = x
-            return torch.from_numpy(padded).to(device, non_blocking=True)
+            return upload(padded, device)
 
         def by_node(x: np.ndarray, dtype: type) -> torch.Tensor:
             padded = np.zeros((count, num_nodes, *x.shape[1:]), dtype)
             padded[tree, node] = x
-            return torch.from_numpy(padded).to(device, non_blocking=True)
+            return upload(padded, device)
 
         numbers = (trees.first_token, sizes, trees.slots, trees.rows, trees.num_log_rows)
         return cls(
@@ -109,6 +111,7 @@ def verify_nodes_(
     state: torch.Tensor,
     spec: SpecLayer,
     scratch: TreeScratch,
+    dtype: torch.dtype,
     *,
     channels: ChannelScratch | None = None,
     config: VerifyConfig | None = None,
@@ -116,8 +119,8 @@ def verify_nodes_(
     """``scratch.o`` and the nodes' u of one layer.
 
     Args: state ``float32[slots, Hv, K, V]``. spec: mode ``log``; the nodes' rows hold k, v (in
-    place of u) and g. scratch: q (scaled) and beta of the nodes. channels: where the rule decays
-    by channel; two more launches fill it.
+    place of u) and g. scratch: q (scaled) and beta of the nodes. dtype: of activations. channels:
+    where the rule decays by channel; two more launches fill it.
     """
     assert rule.has_channel_decay == (channels is not None)
     _, num_v_heads, dk, dv = state.shape
@@ -144,7 +147,7 @@ def verify_nodes_(
         num_nodes, spec.num_log_rows, num_v_heads, num_v_heads // spec.k.shape[2], dk, dv,
         power_of_two(num_nodes, least=16), power_of_two(spec.num_log_rows, least=16),
         block_k, block_v, blocks, config.stages, rule.has_delta,
-        rule.has_channel_decay,
+        rule.has_channel_decay, output_precision(dtype),
         num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -157,7 +160,7 @@ def _verify_kernel(
     T: tl.constexpr, R: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCKS: tl.constexpr, STAGES: tl.constexpr, HAS_DELTA: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     HK: tl.constexpr = HV // RATIO
     tree = tl.program_id(0) // (BLOCKS * HV)
@@ -208,7 +211,7 @@ def _verify_kernel(
             q = load32(all_q + d[None, :], inside)
         if HAS_DELTA:
             k_base = tl.dot(k, base, k_base, input_precision="tf32x3")
-        q_base = tl.dot(q, base, q_base, input_precision="tf32")
+        q_base = tl.dot(q, base, q_base, input_precision=PRECISION)
         if not BY_CHANNEL:
             row_k = load32(
                 all_k + r[:, None] * (HK * DK) + d[None, :], is_row[:, None] & in_k[None, :]
@@ -216,8 +219,8 @@ def _verify_kernel(
             if HAS_DELTA:
                 k_rows = tl.dot(k, tl.trans(row_k), k_rows, input_precision="tf32x3")
                 k_nodes = tl.dot(k, tl.trans(k), k_nodes, input_precision="tf32x3")
-            q_rows = tl.dot(q, tl.trans(row_k), q_rows, input_precision="tf32")
-            q_nodes = tl.dot(q, tl.trans(k), q_nodes, input_precision="tf32")
+            q_rows = tl.dot(q, tl.trans(row_k), q_rows, input_precision=PRECISION)
+            q_nodes = tl.dot(q, tl.trans(k), q_nodes, input_precision=PRECISION)
     if BY_CHANNEL:  # decays are inside all of them
         place = ((tree * HV + head).to(tl.int64) * T + t)[:, None] * (R + T)
         of_rows, of_nodes = place + r[None, :], place + R + t[None, :]
@@ -246,7 +249,7 @@ def _verify_kernel(
             u = tl.where((depth == sweep)[:, None], solved, u)
     tl.store(u_place, u, mask=inside_v)
 
-    o = tl.dot(q_rows, row_u, q_base, input_precision="tf32")
-    o = tl.dot(q_nodes, u, o, input_precision="tf32")
+    o = tl.dot(q_rows, row_u, q_base, input_precision=PRECISION)
+    o = tl.dot(q_nodes, u, o, input_precision=PRECISION)
     o_place = all_o + (token * HV + head)[:, None] * DV + column[None, :]
     tl.store(o_place, o, mask=inside_v)
