@@ -125,10 +125,10 @@ def attend(
         queries.rows, queries.starts, queries.starts if queries.ancestors is None else
         queries.ancestors, queries.first, scale * _LOG2_E, scratch.o, scratch.lse,
         out if gate is None else gate, 0 if gate is None else gate.stride(0), out, out.stride(0),
-        num_tokens, heads, kv_heads, main, tail, v_dim, is_view and block_d == block_v,
+        num_tokens, splits, heads, kv_heads, main, tail, v_dim, is_view and block_d == block_v,
         queries.ancestors is not None, gate is not None,
         tokens_per_block(config, heads // kv_heads), config.block_m, config.block_n, block_d,
-        power_of_two(tail, least=16), block_v, splits, output_precision(q.dtype), config.stages,
+        power_of_two(tail, least=16), block_v, splits > 1, output_precision(q.dtype), config.stages,
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
@@ -144,15 +144,15 @@ def attend(
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "table_stride"])
 def _attend_kernel(
     q, q_token, q_head, k_pool, k_slot, k_head, v_pool, v_slot, v_head, table, table_stride,
     blocks, cu_seqlens, rows, starts, ancestors, first, scale, part_o, part_lse,
-    gate, gate_stride, out, out_stride, num_tokens,
+    gate, gate_stride, out, out_stride, num_tokens, num_splits,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr,
     IS_VIEW: tl.constexpr, IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    IS_PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores are in units of log 2; ``scale`` has the factor."""
     G: tl.constexpr = H // HKV
@@ -184,7 +184,7 @@ def _attend_kernel(
     end = start + count
     if not IS_TREE:
         end = start + tl.minimum(first_token + TOKENS, count)
-    per_split = tl.cdiv(tl.cdiv(end - first, BN), SPLITS) * BN
+    per_split = tl.cdiv(tl.cdiv(end - first, BN), num_splits) * BN
     low = first + split * per_split
     high = tl.minimum(low + per_split, end)
     top = tl.full([BM], float("-inf"), tl.float32)
@@ -225,7 +225,7 @@ def _attend_kernel(
 
     inside = is_query[:, None] & (dv < DV)[None, :]
     place = head[:, None] * DV + dv[None, :]
-    if SPLITS == 1:
+    if not IS_PART:
         o = o / tl.where(total > 0.0, total, 1.0)[:, None]
         if HAS_GATE:
             o *= sigmoid(load32(gate + token[:, None] * gate_stride + place, inside))
