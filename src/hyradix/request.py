@@ -320,8 +320,8 @@ class ScheduledBatch:
             included; 1: a decode without drafts; 0: a prefill, never drafted for.
         max_accepted: positions that may be consumed at most; 1 where max_nodes <= 1.
         committed: depth that the host has committed: nothing past it may be folded away.
-        is_followed: whether the proposer is told of this row; once it is not, the row has no more
-            drafts.
+        is_followed: whether the proposer is told of this row; drafts need that it was in the step
+            before.
         num_slots: columns of the row's part of the slot table that are its own or locked for it.
 
     Without drafts and log a prefill of one token and a decode step are the same. With drafts

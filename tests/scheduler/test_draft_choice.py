@@ -82,18 +82,30 @@ def make_state(name: str, arrival: int) -> RequestState:
     return state
 
 
+def enter(drafting: Drafting, number: int, num_running: int) -> RequestState:
+    state = make_state(str(number), number)
+    drafting.admit(state, num_running)
+    return state
+
+
 def serve(
     drafting: Drafting, num_rows: int, chance: float, *, steps: int = 600, length: int = 80
 ) -> Served:
     """Requests of ``length`` steps, ``num_rows`` at a time; a draft is right by ``chance``."""
     rng, served, count = Random(1), Served(), num_rows
-    rows = [make_state(str(i), i) for i in range(num_rows)]
+    rows = [enter(drafting, i, num_rows) for i in range(num_rows)]
+    followed = [state.is_followed for state in rows]
     for step in range(steps):
         if step % length == length - 1:
-            rows = [make_state(str(count + i), count + i) for i in range(num_rows)]
+            rows = [enter(drafting, count + i, num_rows) for i in range(num_rows)]
+            followed = [state.is_followed for state in rows]
             count += num_rows
         drafting.begin_step(rows)
-        limits = [drafting.limit(state) for state in rows]
+        limits = [
+            drafting.limit(state) if was and state.is_followed else (1, 1)
+            for state, was in zip(rows, followed, strict=True)
+        ]
+        followed = [state.is_followed for state in rows]
         nodes = sum(nodes for nodes, _ in limits)
         depth = max(accepted for _, accepted in limits) - 1
         costs = costs_at(COSTS, num_rows)

@@ -132,8 +132,9 @@ class ModelRunner:
         prompts = prompt_logprobs(batch, prepared, raw, self.table, self._model, self._sampler)
         accepted = self._accept(batch, prepared, verified, raw)
         rows = batch.rows[prepared.order][batch.samples[prepared.order]]
-        hidden = self._model.normalize(raw) if speculation.uses_hidden else None
-        if hidden is not None and prepared.num_plain:
+        is_wanted = speculation.needs_hidden(batch, verified)
+        hidden = self._model.normalize(raw) if is_wanted else None
+        if speculation.uses_hidden and prepared.num_plain:
             speculation.keep_hidden(batch, prepared, hidden)
         if verified is not None and arranged is not None:
             paths = [np.array(p, np.int32) for p in accepted.paths[-len(verified.index) :]]

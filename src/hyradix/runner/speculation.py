@@ -4,6 +4,8 @@ Owns: the order of a round (bring the state up, propose, arrange; then keep, reo
 which decode rows are verified as trees. Does not know: how drafts are found, how states are kept.
 
 Invariants:
+- A step in which no row is followed or verified does what it would without a proposer, but for
+  noting which slots were passed over.
 - A verify leaves the pools' states as they were; they move in ``keep`` (snapshot) or later.
 - With ``log`` and ``replay`` every decode row is a tree (a root alone, without drafts): a state
   never runs past what the host has committed. With ``snapshot`` a row without drafts decodes in
@@ -16,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from hyradix.config import EngineConfig
 from hyradix.kernels.ops import Array
@@ -23,7 +26,7 @@ from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import RULES
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.models.decoder import Decoder
-from hyradix.request import Int32Array, ScheduledBatch, StateFold
+from hyradix.request import BoolArray, Int32Array, ScheduledBatch, StateFold, StateSave
 from hyradix.runner.batch import PreparedBatch, TreeRows
 from hyradix.runner.pools import Pools
 from hyradix.runner.request_table import RequestTable
@@ -46,6 +49,8 @@ class Speculation:
     proposer: Proposer | None
     keeper: StateKeeper | None
     mode: SpecStateMode | None
+    has_hidden: BoolArray
+    """``bool[max_requests]``: whether the row's working slot holds a hidden state, not zeros."""
 
     @property
     def spec_layers(self) -> tuple[SpecLayer, ...]:
@@ -57,10 +62,15 @@ class Speculation:
         """Whether the target's hidden states are kept."""
         return self.proposer is not None and self.proposer.uses_hidden
 
+    def needs_hidden(self, batch: ScheduledBatch, verified: TreeRows | None) -> bool:
+        """Whether anybody wants the hidden states of this step."""
+        return self.uses_hidden and (verified is not None or bool(batch.is_followed.any()))
+
     def enter(self, batch: ScheduledBatch) -> None:
         """Requests enter rows, after the copies that their states begin with."""
         at = {row: i for i, row in enumerate(batch.rows.tolist())}
         for init in batch.row_inits:
+            self.has_hidden[init.row] = True
             if self.keeper is not None:
                 self.keeper.enter(init.row)
             if self.proposer is not None:
@@ -76,45 +86,48 @@ class Speculation:
         """Bring lagging states up where the round needs it, then draft; None: no trees."""
         if self.keeper is None:
             return None
-        if self.mode == "snapshot" and not (batch.max_nodes > 1).any():
-            return None
-        index = np.flatnonzero(batch.max_nodes > 0).astype(np.int32)
-        if len(index) == 0:
-            return None
-        rows, slots = batch.rows[index], batch.state_slots[index]
-        self.keeper.begin(rows, slots, batch.starts[index], batch.committed[index])
-        drafts = self._propose(batch, index)
+        may_draft = (batch.max_nodes > 1) & batch.is_followed
+        wants = np.flatnonzero(may_draft).astype(np.int32)
         if self.mode == "snapshot":
-            is_drafted = np.diff(drafts.cu_nodes) > 1
+            if len(wants) == 0:
+                return None
+            index, drafts = wants, self._propose(batch, wants)
+            is_drafted = drafts.num_nodes > 1
             if not is_drafted.any():
                 return None
-            kept = np.flatnonzero(is_drafted).astype(np.int32)
-            index, drafts = index[kept], drafts.take(kept)
+            if not is_drafted.all():
+                kept = np.flatnonzero(is_drafted).astype(np.int32)
+                index, drafts = index[kept], drafts.take(kept)
+        else:
+            index = np.flatnonzero(batch.max_nodes > 0).astype(np.int32)
+            if len(index) == 0:
+                return None
+            rows, slots = batch.rows[index], batch.state_slots[index]
+            self.keeper.begin(rows, slots, batch.starts[index], batch.committed[index])
+            roots = self.table.token_ids[rows, batch.starts[index]]
+            drafts = Drafts.roots(roots)
+            if len(wants):
+                places = np.searchsorted(index, wants).astype(np.int32)
+                drafts = self._propose(batch, wants).spread(places, roots)
         trees = FlatTrees.of(drafts.cu_nodes, drafts.parents)
         return TreeRows(index, trees, drafts.token_ids)
 
-    def _propose(self, batch: ScheduledBatch, index: Int32Array) -> Drafts:
-        """A tree for each decode row; a root alone where nothing may or can be drafted."""
-        rows, starts = batch.rows[index], batch.starts[index]
-        roots = self.table.token_ids[rows, starts]
-        may_draft = (batch.max_nodes[index] > 1) & batch.is_followed[index]
-        wants = np.flatnonzero(may_draft).astype(np.int32)
-        if self.proposer is None or len(wants) == 0:
-            return Drafts.roots(roots)
+    def _propose(self, batch: ScheduledBatch, wants: Int32Array) -> Drafts:
+        """A tree for each of the rows ``wants``; a root alone where nothing can be drafted."""
+        assert self.proposer is not None
         assert self.config.spec is not None
         shape = self.config.spec.shape
-        if batch.draft_topk:
+        if batch.draft_topk and batch.draft_topk != shape.topk:
             shape = replace(shape, topk=batch.draft_topk)
-        drafts = self.proposer.propose(
+        return self.proposer.propose(
             DraftRound(
-                rows=rows[wants],
-                starts=starts[wants],
-                max_nodes=batch.max_nodes[index][wants],
-                max_depth=batch.max_accepted[index][wants] - 1,
+                rows=batch.rows[wants],
+                starts=batch.starts[wants],
+                max_nodes=batch.max_nodes[wants],
+                max_depth=batch.max_accepted[wants] - np.int32(1),
                 shape=shape,
             )
         )
-        return drafts if len(wants) == len(index) else drafts.spread(wants, roots)
 
     def arrange(
         self, batch: ScheduledBatch, prepared: PreparedBatch, verified: TreeRows
@@ -144,19 +157,36 @@ class Speculation:
         """The accepted runs into states, logs and table. hidden: ``[total nodes, hidden]``."""
         assert self.keeper is not None
         index = verified.index
-        rows = set(batch.rows[index].tolist())
-        saves = [save for save in batch.saves if save.row in rows]
+        saves: list[StateSave] = []
+        if batch.saves:
+            rows = set(batch.rows[index].tolist())
+            saves = [save for save in batch.saves if save.row in rows]
+        self.has_hidden[batch.rows[index]] = True
         self.keeper.keep(arranged, batch.starts[index], paths, saves, hidden)
         counts = np.diff(verified.trees.cu_nodes).tolist()
         for i, path, count in zip(index.tolist(), paths, counts, strict=True):
             if count > 1:
                 self.table.reorder(int(batch.rows[i]), int(batch.starts[i]), path, count)
 
-    def keep_hidden(self, batch: ScheduledBatch, prepared: PreparedBatch, hidden: Array) -> None:
-        """The hidden states that belong to the plain rows' working states and saves."""
-        pool = self.pools.states.hidden
-        assert pool is not None
-        states = prepared.states
+    def keep_hidden(
+        self, batch: ScheduledBatch, prepared: PreparedBatch, hidden: Array | None
+    ) -> None:
+        """The hidden states that belong to the plain rows' working states and saves.
+
+        hidden: None where nobody is followed: zeros take the place of what stood there.
+        """
+        pool, states = self.pools.states.hidden, prepared.states
+        if pool is None:
+            return
+        rows = batch.rows[prepared.order[: prepared.num_plain]]
+        if hidden is None:
+            stale = states.slots[self.has_hidden[rows]]
+            if len(stale) or len(states.save_slots):
+                slots = np.concatenate([stale, states.save_slots])
+                pool[0].index_fill_(0, torch.from_numpy(slots).long(), 0.0)
+                self.has_hidden[rows] = False
+            return
+        self.has_hidden[rows] = True
         target = self.model.ops.view(pool[0])
         target[states.slots] = hidden[states.cu_seqlens[1:] - 1]
         if len(states.save_slots):
@@ -171,11 +201,12 @@ class Speculation:
         hidden: Array | None,
     ) -> None:
         """Tell the proposer what the rows that it follows have consumed, and what comes next."""
-        if self.proposer is None:
+        if self.proposer is None or not self.proposer.keeps_up:
             return
-        if not batch.is_followed.all():
-            self.proposer.pass_over(self._passed_over(batch))
-        if not batch.is_followed.any():
+        num_followed = np.count_nonzero(batch.is_followed)
+        if num_followed < batch.num_rows:
+            self._pass_over(batch)
+        if num_followed == 0:
             return
         order = prepared.order
         sampling = np.cumsum(batch.samples[order]) - 1
@@ -209,11 +240,20 @@ class Speculation:
             )
         )
 
-    def _passed_over(self, batch: ScheduledBatch) -> Int32Array:
-        """Slots of the tokens of rows that are not followed: decodes, of one token each."""
+    def _pass_over(self, batch: ScheduledBatch) -> None:
+        """Tell the proposer which slots the rows that are not followed have written."""
+        assert self.proposer is not None
         index = np.flatnonzero(~batch.is_followed)
-        assert (batch.num_tokens[index] == 1).all(), "a prefill that the proposer is not told of"
-        return self.table.kv_slots[batch.rows[index], batch.starts[index]]
+        rows, starts = batch.rows[index], batch.starts[index]
+        columns, counts = starts, batch.num_tokens[index]
+        owners = rows
+        if counts.max(initial=0) > 1:
+            begins = np.maximum(starts, batch.write_from[index])
+            counts = np.maximum(starts + counts - begins, 0)
+            offsets = np.cumsum(counts) - counts
+            owners = np.repeat(rows, counts)
+            columns = np.arange(len(owners)) + np.repeat(begins - offsets, counts)
+        self.proposer.pass_over(rows, self.table.kv_slots[owners, columns])
 
 
 def make_speculation(
@@ -244,4 +284,5 @@ def make_speculation(
             mode, model.ops, rule, recurrent, shape, states.recurrent, states.conv, hidden
         )
         assert keeper.num_bytes == config.draft_bytes, "draft bytes were computed wrongly"
-    return Speculation(config, model, pools, table, proposer, keeper, mode)
+    has_hidden = np.ones(config.max_requests, np.bool_)
+    return Speculation(config, model, pools, table, proposer, keeper, mode, has_hidden)

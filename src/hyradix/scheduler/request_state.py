@@ -108,7 +108,7 @@ class RequestState:
     """Drafts of it that were judged; older rounds count less."""
     draft_hits: float = 0.0
     is_followed: bool = True
-    """Whether the proposer keeps up with it; once it does not, it cannot draft for it."""
+    """Whether the proposer keeps up with it: without it, it cannot draft for it."""
 
     @classmethod
     def create(cls, request: Request, *, max_context: int, arrival: int = 0) -> RequestState:

@@ -42,9 +42,12 @@ class RowPlanner:
 
     def begin_step(self, decodes: Sequence[RequestState]) -> None:
         """These requests would decode now: drafts must leave each the slot for its token."""
-        self._drafting.begin_step(decodes)
+        is_drafting = self._drafting.begin_step(decodes)
         if self._config.spec is None:
             return
+        self._num_missing = len(decodes)
+        if not is_drafting and self._cache.rows.num_unpromised >= 2 * len(decodes):
+            return  # nothing is short, and each row lacks one slot at most
         self._num_missing = self._missing(decodes)
         if self._num_missing > self._cache.rows.num_unpromised:
             for state in decodes:
@@ -95,8 +98,10 @@ class RowPlanner:
         spec = self._config.spec
         if spec is None:
             return NO_DRAFTS
-        start = state.num_scheduled_tokens
         nodes, accepted = self._drafting.limit(state)
+        if nodes <= 1:
+            return NO_DRAFTS
+        start = state.num_scheduled_tokens
         accepted = min(accepted, state.max_total_tokens - start - 1)
         if spec.shape.is_chain:
             nodes = min(nodes, accepted)
@@ -168,7 +173,8 @@ class RowPlanner:
         """The draft layer of ``mtp`` computes KV for the token that is just being sampled."""
         spec = self._config.spec
         is_next = planned.samples and planned.end < planned.state.max_total_tokens
-        return spec is not None and spec.proposer == "mtp" and is_next
+        is_followed = planned.state.is_followed
+        return spec is not None and spec.proposer == "mtp" and is_followed and is_next
 
     def _plan_saves(self, batch: BatchBuilder, holding: Holding, planned: PlannedRow) -> None:
         cache, step, interval = self._cache, batch.step, self._config.track_interval

@@ -232,6 +232,7 @@ class Scheduler:
                 state, [q for q in self._waiting if q is not state][:MAX_ASKED], self.cache
             )
         insort(self._running, state, key=lambda s: s.arrival)
+        self._drafting.admit(state, len(self._running))
         if state.num_admissions == 1:
             self.counters.cached_tokens += state.num_cached_tokens
             self.miss_reasons[state.miss_reason.value] += 1
@@ -318,8 +319,8 @@ class Scheduler:
         assert holding is not None
         assert num_nodes <= planned.max_nodes
         path = output.paths[at, : output.num_tokens[at]]
-        self.cache.rows.reorder(holding, planned.start, slot_order(path, num_nodes))
         if num_nodes > 1:
+            self.cache.rows.reorder(holding, planned.start, slot_order(path, num_nodes))
             self.counters.draft_rounds += 1
             self.counters.draft_tokens += num_nodes - 1
             self.counters.accepted_tokens += len(path) - 1

@@ -31,9 +31,6 @@ class FrozenKvMtpProposer(HeadProposer):
         """See ``proposer.Proposer``."""
         self._remember(step)
 
-    def pass_over(self, slots: Int32Array) -> None:
-        """Nothing of its own is in any slot."""
-
     def warm_up(self) -> None:
         """See ``proposer.Proposer``."""
         none = np.zeros(1, np.int32)
@@ -43,7 +40,7 @@ class FrozenKvMtpProposer(HeadProposer):
         self._head.normalize(x)
 
     def _is_ready(self, batch: DraftRound) -> BoolArray:
-        result: BoolArray = batch.starts > 0
+        result: BoolArray = self._followed_to[batch.rows] == batch.starts
         return result
 
     def _expand_roots(self, batch: DraftRound, frontier: Frontier) -> Array:

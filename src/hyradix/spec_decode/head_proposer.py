@@ -1,6 +1,6 @@
 """What proposers with a draft head have in common: the rows' last hidden states, and the beam.
 
-Owns: h of the last consumed token of each row; the loop that grows trees step by step, in one
+Owns: h of the last consumed token of followed rows; the loop that grows trees step by step, in one
 batch over all rows. Does not know: where the head's keys and values are.
 Invariant: logits are computed for nodes that are expanded, and for no others.
 Read next: ``mtp.py``, ``frozen_kv_mtp.py``.
@@ -21,6 +21,9 @@ from hyradix.spec_decode.chain import Chains
 from hyradix.spec_decode.drafts import Drafts
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
+FRESH, LOST = -2, -1
+"""Instead of the depth that a row was followed to: it has just begun; it was passed over."""
+
 
 class HeadProposer(ABC):
     """See ``proposer.Proposer``.
@@ -30,6 +33,7 @@ class HeadProposer(ABC):
     """
 
     uses_hidden = True
+    keeps_up = True
 
     def __init__(
         self, head: DraftHead, token_ids: Int32Array, kv_slots: Int32Array, k: Array, v: Array
@@ -43,11 +47,18 @@ class HeadProposer(ABC):
         ops = head.ops
         size = (len(token_ids), head.hidden_size)
         self._last = torch.zeros(size, device=ops.device, dtype=ops.dtype)
+        self._followed_to = np.full(len(token_ids), LOST, np.int32)
+        """Tokens consumed up to the one that ``_last`` is of; ``FRESH``, ``LOST``."""
 
     def enter(self, row: int, hidden: torch.Tensor | None) -> None:
         """See ``proposer.Proposer``."""
+        self._followed_to[row] = FRESH
         if hidden is not None:
             self._last[row] = hidden
+
+    def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
+        """See ``proposer.Proposer``."""
+        self._followed_to[rows] = LOST
 
     def propose(self, batch: DraftRound) -> Drafts:
         """See ``proposer.Proposer``."""
@@ -70,6 +81,7 @@ class HeadProposer(ABC):
 
     def _remember(self, step: ConsumedTokens) -> None:
         """Keep h of each row's last token."""
+        self._followed_to[step.rows] = step.ends
         hidden = self._ops.tensor(step.hidden)
         last = hidden.index_select(0, self._index(step.cu_tokens[1:] - 1))
         self._last[self._index(step.rows)] = last

@@ -13,8 +13,9 @@ Invariants:
 - The pair (h_{i-1}, t_i) has its KV in the slot of token i, so it depends on nothing that follows;
   what a draft wrote there is written again, by ``learn``, with the target's hidden state.
 - Only columns that the row owns are written: from ``write_from`` on, and scratch.
-- A token that was passed over has zeros for its pair: in a prefix that is shared later it weighs
-  little, and nothing is read that was never written.
+- A slot whose token was passed over is void: the first followed row that sees it puts zeros there.
+  They weigh little, and nothing is read that was never written.
+- A row that is followed again lacks h of the token before: that token has no pair either.
 - The output for the newest pair is the first step of the next round. A row without it (its newest
   token had no slot, or has got another one since) gets no drafts in that round.
 Read next: ``models/draft_heads.py``.
@@ -32,7 +33,7 @@ from hyradix.models.draft_heads import DraftHead
 from hyradix.request import BoolArray, Int32Array, Int64Array
 from hyradix.spec_config import ProposerName
 from hyradix.spec_decode.beam import Frontier
-from hyradix.spec_decode.head_proposer import HeadProposer
+from hyradix.spec_decode.head_proposer import FRESH, HeadProposer
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
 FIRST = 1
@@ -53,6 +54,7 @@ class MtpProposer(HeadProposer):
         self._newest = np.full(len(token_ids), -1, np.int32)
         """Column whose pair ``_outputs`` is for; -1: none."""
         self._newest_slot = np.zeros(len(token_ids), np.int32)
+        self._is_void = np.ones(k.shape[0], np.bool_)
 
     def enter(self, row: int, hidden: torch.Tensor | None) -> None:
         """See ``proposer.Proposer``."""
@@ -64,7 +66,7 @@ class MtpProposer(HeadProposer):
         has_next = (step.next_slots > 0) & (step.ends < self._token_ids.shape[1])
         is_known = self._has_newest(step.rows, step.starts)
         begins = np.maximum(np.maximum(step.starts + is_known, step.write_from), FIRST)
-        begins = begins.astype(np.int32)
+        begins = self._take_up(step, begins.astype(np.int32))
         assert bool((begins <= step.ends)[has_next].all()), "a next token stands in a shared slot"
         counts = (step.ends + has_next - begins).astype(np.int32)
         index = np.flatnonzero(counts > 0)
@@ -78,11 +80,10 @@ class MtpProposer(HeadProposer):
             self._newest_slot[rows] = step.next_slots[has_next]
         self._remember(step)
 
-    def pass_over(self, slots: Int32Array) -> None:
+    def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
         """See ``proposer.Proposer``."""
-        index = self._index(slots)
-        for pool in (self._k, self._v):
-            self._ops.tensor(pool).index_fill_(0, index, 0.0)
+        super().pass_over(rows, slots)
+        self._is_void[slots] = True
 
     def warm_up(self) -> None:
         """See ``proposer.Proposer``."""
@@ -95,6 +96,22 @@ class MtpProposer(HeadProposer):
             x = self._head.forward(zero, hidden, queries, self._k, self._v)
             self._head.logits(x)
             self._head.normalize(x)
+
+    def _take_up(self, step: ConsumedTokens, begins: Int32Array) -> Int32Array:
+        """Where the pairs of each row begin; zeros for what new followers see and nobody made."""
+        followed_to = self._followed_to[step.rows]
+        for i in np.flatnonzero(followed_to != step.starts).tolist():
+            row, start = int(step.rows[i]), int(step.starts[i])
+            if followed_to[i] != FRESH and start >= begins[i]:
+                begins[i] = start + 1
+                self._is_void[self._kv_slots[row, start]] = True
+            seen = self._kv_slots[row, FIRST : begins[i]]
+            void = seen[self._is_void[seen]]
+            if len(void):
+                self._is_void[void] = False
+                for pool in (self._k, self._v):
+                    self._ops.tensor(pool).index_fill_(0, self._index(void), 0.0)
+        return begins
 
     def _has_newest(self, rows: Int32Array, columns: Int32Array) -> BoolArray:
         """Where the newest pair is that of ``columns``, and still has its KV there."""
@@ -116,6 +133,7 @@ class MtpProposer(HeadProposer):
         positions += np.repeat(begins - cu_pairs[:-1], counts)
         rows = step.rows[owner]
         slots = self._kv_slots[rows, positions]
+        self._is_void[slots] = False
         queries = RaggedQueries.of(
             cu_pairs, step.rows[index], begins, positions, slots, self._kv_slots, first=FIRST
         )

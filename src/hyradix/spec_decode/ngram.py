@@ -123,6 +123,7 @@ class NgramProposer:
 
     name: ProposerName = "ngram"
     uses_hidden = False
+    keeps_up = False
     num_draft_layers = 0
 
     def __init__(self, token_ids: Int32Array) -> None:
@@ -151,7 +152,7 @@ class NgramProposer:
     def learn(self, step: ConsumedTokens) -> None:
         """Nothing: the table is read when drafts are asked for."""
 
-    def pass_over(self, slots: Int32Array) -> None:
+    def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
         """Nothing is kept in slots."""
 
     def warm_up(self) -> None:

@@ -84,6 +84,10 @@ class Proposer(Protocol):
         """Whether it needs h: then states and held rows carry it."""
 
     @property
+    def keeps_up(self) -> bool:
+        """Whether it is to be told what was consumed; else ``learn``, ``pass_over`` do nothing."""
+
+    @property
     def num_draft_layers(self) -> int:
         """Attention layers of its own in the KV pool, behind the target's."""
 
@@ -101,12 +105,16 @@ class Proposer(Protocol):
         """
 
     def learn(self, step: ConsumedTokens) -> None:
-        """Take in what a forward consumed. Called after every forward, for the rows followed."""
+        """Take in what a forward consumed. Called after every forward, for the rows followed.
 
-    def pass_over(self, slots: Int32Array) -> None:
-        """Tokens were consumed that ``learn`` is not told of; ``slots``: those they are in.
+        A row may be followed again after it was passed over: it can draft from the next round on.
+        """
 
-        Another row may read these slots later: they must not hold what was there before.
+    def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
+        """Tokens of ``rows`` were consumed that ``learn`` is not told of, in ``slots``.
+
+        Another row may read these slots later: what was there before must not be seen.
+        Cost: next to nothing, it is called for rows that are to run as if there were no drafts.
         """
 
     def warm_up(self) -> None:

@@ -6,7 +6,7 @@ Order of a round: ``begin``, draft, ``arrange``, the forward (``Ops.mix_trees`` 
 judge, ``keep``. Invariants:
 - Between ``begin`` and ``keep`` the state pool is only read.
 - A slot that is written holds the state, the convolution window and (``mtp``) the last hidden state
-  h_{d-1} of exactly one depth d.
+  h_{d-1} of exactly one depth d, or zeros where nobody followed the row.
 - What is not committed is never folded away (``log``): dropping it stays possible.
 Read next: ``snapshot_keeping.py``, ``replay_keeping.py``, ``log_keeping.py``.
 """
