@@ -2,10 +2,16 @@
 
     python benchmarks/spec_decode.py [--batches 1 8 32] [--json benchmarks/results/spec_decode.json]
 
-Greedy replies of the demo model to prompts of MT-bench and GSM8K, and to text that repeats its
-prompt. Every way serves the same group of prompts one after the other, then the next group comes:
-the ratios are medians over groups. Only steps without prefill count: tokens that they made, and
-how long they took. Outputs are compared: they must be those of plain decode.
+Greedy replies of the demo model to all prompts of MT-bench and GSM8K, and to text that repeats its
+prompt. Every way serves the same group of prompts one after the other, then the next group comes.
+Per way and set:
+- ``ratio``: median over groups of tokens a second against plain; ``whole``: all tokens by all
+  seconds. Only steps without prefill count, with what the choice spends on learning.
+- ``first``: the first group alone, when an automatic choice knows nothing yet: each set has engines
+  of its own, and what is compiled or loaded late is so by others before.
+- ``prefill``: plain's seconds in all other steps against this way's (a draft layer works there).
+- ``of_best``: an automatic choice against the best of plain and its proposer's fixed shapes.
+Outputs are compared: they must be those of plain decode.
 """
 
 from __future__ import annotations
@@ -24,6 +30,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from hyradix.runner.threads import prepare_environment  # noqa: E402
+
+prepare_environment()
+
 from benchmarks.figures import save  # noqa: E402
 from hyradix.engine.engine import Engine  # noqa: E402
 from hyradix.request import Request, SamplingParams  # noqa: E402
@@ -35,6 +45,8 @@ MAX_TOKENS = 96
 WAYS: dict[str, dict[str, object]] = {
     "plain": {},
     "ngram chain 4": {"spec": "ngram", "spec_steps": 4},
+    "ngram chain 7": {"spec": "ngram", "spec_steps": 7},
+    "ngram tree 8": {"spec": "ngram", "spec_topk": 2, "spec_steps": 4, "spec_nodes": 8},
     "ngram auto": {"spec": "ngram"},
     "mtp chain 1": {"spec": "mtp", "spec_steps": 1},
     "mtp chain 2": {"spec": "mtp", "spec_steps": 2},
@@ -47,6 +59,10 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
+MIN_GROUPS = 6
+"""Where a set has fewer groups of the batch's size, it begins anew."""
+
+
 @dataclass
 class Way:
     """One way to serve, and what it took for each group of prompts."""
@@ -55,6 +71,13 @@ class Way:
     engine: Engine
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)
+
+    def speed(self, group: int | None = None) -> float:
+        """Tokens a second, of one group or all."""
+        if group is not None:
+            return self.tokens[group] / self.seconds[group]
+        return sum(self.tokens) / sum(self.seconds)
 
 
 def make_prompts(engines: DemoEngines) -> dict[str, list[list[int]]]:
@@ -81,7 +104,7 @@ def serve(way: Way, prompts: list[list[int]], name: str) -> list[list[int]]:
         request = Request(request_id=f"{name}-{i}", prompt_token_ids=ids, sampling=params, seed=0)
         assert way.engine.add(request) is None
         replies[request.request_id] = []
-    seconds = tokens = 0.0
+    seconds = tokens = prefill = 0.0
     while way.engine.has_work():
         before = way.engine.scheduler.counters.computed_tokens
         started = time.perf_counter()
@@ -92,71 +115,89 @@ def serve(way: Way, prompts: list[list[int]], name: str) -> list[list[int]]:
             replies[output.request_id] += output.token_ids
             tokens += len(output.token_ids) * is_decode
         seconds += elapsed * is_decode
+        prefill += elapsed * (not is_decode)
     way.seconds.append(seconds)
     way.tokens.append(int(tokens))
+    way.prefill_seconds.append(prefill)
     return list(replies.values())
 
 
-def groups(prompts: list[list[int]], size: int, count: int) -> Iterator[list[list[int]]]:
-    """``count`` groups of ``size`` prompts."""
+def groups(prompts: list[list[int]], size: int, at_most: int) -> Iterator[list[list[int]]]:
+    """The prompts in groups of ``size``, and from the beginning again where they are few."""
+    count = min(max(-(-len(prompts) // size), MIN_GROUPS), at_most or len(prompts))
     for i in range(count):
         at = (i * size) % len(prompts)
         yield (prompts + prompts)[at : at + size]
 
 
+def make_ways(engines: DemoEngines, batch: int, args: argparse.Namespace) -> list[Way]:
+    """New engines: an automatic choice knows nothing."""
+    options: dict[str, object] = {"max_requests": batch, "prefix_cache": False}
+    if args.threads:
+        options["num_threads"] = args.threads
+    return [Way(name, engines.make(**options, **WAYS[name])) for name in args.ways]
+
+
 def run(engines: DemoEngines, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """All sets at one batch size."""
     result: dict[str, Any] = {}
-    count = {1: args.groups * 2}.get(batch, args.groups)
+    for way in make_ways(engines, batch, args):  # what is loaded or compiled late
+        serve(way, make_prompts(engines)["gsm8k"][-batch:], "warm")
     for set_name, prompts in make_prompts(engines).items():
-        ways = [
-            Way(name, engines.make(max_requests=batch, prefix_cache=False, **WAYS[name]))
-            for name in args.ways
-        ]
-        for way in ways:  # what is loaded or compiled late
-            serve(way, prompts[-batch:], "warm")
-            way.seconds.clear()
-            way.tokens.clear()
+        if set_name not in args.sets:
+            continue
+        ways = make_ways(engines, batch, args)
         differing = 0
-        for number, group in enumerate(groups(prompts, batch, count)):
+        for number, group in enumerate(groups(prompts, batch, args.groups)):
             order = ways[number % len(ways) :] + ways[: number % len(ways)]
             replies = {way.name: serve(way, group, f"{number}") for way in order}
             differing += sum(r != replies["plain"] for r in replies.values())
-        plain = next(way for way in ways if way.name == "plain")
-        result[set_name] = {"differing": differing, "ways": {}}
-        for way in ways:
-            ratios = [
-                (t / s) / (pt / ps)
-                for t, s, pt, ps in zip(
-                    way.tokens, way.seconds, plain.tokens, plain.seconds, strict=True
-                )
-            ]
-            stats = way.engine.stats()
-            length = 1 + stats.num_accepted_tokens / max(stats.num_draft_rounds, 1)
-            result[set_name]["ways"][way.name] = {
-                "tokens_per_s": sum(way.tokens) / sum(way.seconds),
-                "ratio": median(ratios),
-                "whole_ratio": (sum(way.tokens) / sum(way.seconds))
-                / (sum(plain.tokens) / sum(plain.seconds)),
-                "accept_length": length,
-                "rounds": stats.num_draft_rounds,
-            }
-            line = result[set_name]["ways"][way.name]
-            print(
-                f"batch {batch:2d} {set_name:10s} {way.name:16s} {line['tokens_per_s']:7.0f} tok/s "
-                f"{line['ratio']:.2f}x ({line['whole_ratio']:.2f}x) accept {length:.2f} "
-                f"rounds {stats.num_draft_rounds}",
-                flush=True,
-            )
+        found = {way.name: figures(way, ways) for way in ways}
+        result[set_name] = {"differing": differing, "ways": found}
+        for name, line in found.items():
+            print(f"batch {batch:2d} {set_name:10s} {name:15s} {spell(line)}", flush=True)
         print(f"batch {batch:2d} {set_name:10s} differing replies: {differing}", flush=True)
     return result
+
+
+def figures(way: Way, ways: list[Way]) -> dict[str, float]:
+    """See the module's docstring."""
+    plain = next(way for way in ways if way.name == "plain")
+    stats = way.engine.stats()
+    indices = range(len(way.tokens))
+    found = {
+        "tokens_per_s": way.speed(),
+        "ratio": median(way.speed(i) / plain.speed(i) for i in indices),
+        "whole": way.speed() / plain.speed(),
+        "first": way.speed(0) / plain.speed(0),
+        "prefill": sum(plain.prefill_seconds) / sum(way.prefill_seconds),
+        "accept_length": 1 + stats.num_accepted_tokens / max(stats.num_draft_rounds, 1),
+        "rounds": stats.num_draft_rounds,
+    }
+    if way.name.endswith("auto"):
+        proposer = way.name.partition(" ")[0]
+        fixed = [w for w in ways if w.name.startswith(proposer) and w is not way]
+        found["of_best"] = way.speed() / max(w.speed() for w in [plain, *fixed])
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def spell(line: dict[str, float]) -> str:
+    """One line of the table."""
+    of_best = f"  of best {line['of_best']:.2f}" if "of_best" in line else ""
+    return (
+        f"{line['tokens_per_s']:7.0f} tok/s {line['ratio']:.3f}x whole {line['whole']:.3f} "
+        f"first {line['first']:.2f} prefill {line['prefill']:.2f} "
+        f"accept {line['accept_length']:.2f} rounds {line['rounds']:.0f}{of_best}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=0, help="at most; 0: all prompts")
+    parser.add_argument("--sets", nargs="*", default=["mt_bench", "gsm8k", "repeating"])
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as a server takes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engines = DemoEngines()
