@@ -279,12 +279,13 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
 
 
 AUTOMATIC_SHAPES = {
-    "cpu": {"ngram": (2, 7, 8), "mtp": (2, 5, 8), "frozen_kv_mtp": (2, 5, 8)},
+    "cpu": {"ngram": (1, 7, 8), "mtp": (1, 5, 6), "frozen_kv_mtp": (1, 5, 6)},
     "cuda": {"ngram": (4, 7, 32), "mtp": (4, 5, 32), "frozen_kv_mtp": (4, 5, 32)},
 }
-"""topk, steps and nodes of the largest tree that the automatic choice may take. A CPU has no time
-to spare for wide ones, and with few nodes can afford ``snapshot``, under which a request without
-drafts decodes as if there were none."""
+"""topk, steps and nodes of the largest tree that the automatic choice may take. On a CPU chains are
+faster than trees of 8 nodes, whoever proposes and whatever the prompts are (see
+``benchmarks/spec_decode.py``); with few nodes it can afford ``snapshot``, under which a request
+without drafts decodes as if there were none."""
 
 
 def _with_drafts(model: ModelFacts, spec: SpecConfig | None) -> ModelFacts:

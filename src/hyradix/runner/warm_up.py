@@ -28,8 +28,8 @@ from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
 CONTEXT = 64
 """Tokens that a made-up row has consumed, where the context has room for them and two more."""
-CHAIN = 4
-"""Nodes of the trees that are timed."""
+CHAIN = 8
+"""Nodes of the larger trees that are timed, where the shape has so many."""
 REPEATS = 5
 
 

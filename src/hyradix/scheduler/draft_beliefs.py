@@ -22,16 +22,25 @@ DEFAULT_COSTS = RoundCosts(
 """Where nothing was measured: in steps of one row."""
 PRIOR = 0.7
 """Chance that a draft is accepted, as long as nothing is known."""
-PRIOR_WEIGHT = 4.0
-FORGET = 0.97
-"""Weight that a measurement keeps when the next one comes."""
-HOST = 1.2
-"""Share of a step that the host takes beside the model, until it was measured."""
-OUTLIER = 3.0
-"""Steps that take longer than that many expected ones say nothing but this."""
-SHARE = 0.01
+PRIOR_WEIGHT, OWN_WEIGHT = 4.0, 4.0
+"""Drafts that the prior counts as, and that everybody's chance counts as beside a request's own."""
+FORGET, FORGET_OWN, FORGET_TIME = 0.985, 0.97, 0.93
+"""Weight that a measurement of acceptance, of a request's own, or of time keeps when the next one
+comes."""
+IDLE_OWN = 0.8
+"""Weight that a request's own keeps each time when it is found not to pay: nothing is for ever."""
+HOST = 1.05
+"""What a step takes beside the model, on the host, until it was measured."""
+LEAST_SLOW = 0.1
+"""Of the measured costs of a round, what is believed at least."""
+FIRST_PLAIN, ROUNDS_PER_PLAIN = 2, 128
+"""Steps without drafts that a number of rows begins with, and rounds until the next such step."""
+OUTLIER = 1.5
+"""A step that takes longer than that many expected ones, because of others on the machine, counts
+as this: a lasting change is believed after some steps, a single one hardly moves anything."""
+SHARE = 0.0075
 """Of the time, what may be lost on drafts that do not pay."""
-START_STEPS, MOST_STEPS = 4.0, 8.0
+START_STEPS, MOST_STEPS = 3.0, 8.0
 """Credit in plain steps: at first, and at most."""
 
 
@@ -41,11 +50,12 @@ class Rate:
 
     tries: float = PRIOR_WEIGHT
     hits: float = PRIOR_WEIGHT * PRIOR
+    forget: float = FORGET
 
     def add(self, hits: float, tries: float) -> None:
         """One more measurement."""
-        self.hits = self.hits * FORGET + hits
-        self.tries = self.tries * FORGET + tries
+        self.hits = self.hits * self.forget + hits
+        self.tries = self.tries * self.forget + tries
 
     @property
     def value(self) -> float:
@@ -64,6 +74,9 @@ class _Size:
     measured: StepCosts
     plainness: Rate
     slowness: Rate
+    plain_due: int = FIRST_PLAIN
+    """Steps without drafts that are wanted, to know what they take."""
+    num_rounds: int = 0
 
 
 class MeasuredCosts:
@@ -89,7 +102,9 @@ class MeasuredCosts:
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """A step without drafts took so long."""
         size = self._nearest = self._size(num_rows)
-        size.plainness.add(min(seconds / size.measured.plain, OUTLIER), 1.0)
+        expected = size.measured.plain * size.plainness.value
+        size.plainness.add(_believable(seconds, expected) / size.measured.plain, 1.0)
+        size.plain_due = max(size.plain_due - 1, 0)
 
     def note_round(self, num_rows: int, num_drafts: int, depth: int, seconds: float) -> float:
         """A step with drafts took so long. Returns ``seconds``, bounded by what is believable."""
@@ -97,21 +112,27 @@ class MeasuredCosts:
         found = size.measured
         plain = found.plain * size.plainness.value
         beside = found.round + found.draft * depth + found.node * num_drafts
-        ratio = min(max((seconds - plain) / beside, 1.0 / OUTLIER), OUTLIER)
-        size.slowness.add(ratio, 1.0)
-        return min(seconds, OUTLIER * (plain + beside))
+        seconds = _believable(seconds, plain + beside * size.slowness.value)
+        size.slowness.add(max((seconds - plain) / beside, LEAST_SLOW), 1.0)
+        size.num_rounds += 1
+        size.plain_due += size.num_rounds % ROUNDS_PER_PLAIN == 0
+        return seconds
+
+    def wants_plain(self, num_rows: int) -> bool:
+        """Whether a step without drafts is due: they are what everything is compared with."""
+        return self._size(num_rows).plain_due > 0
 
     def _size(self, num_rows: int) -> _Size:
         """A size that was never seen is as much slower than measured as the last one was."""
         size = self._sizes.get(num_rows)
         if size is None:
-            near, weight = self._nearest, 4.0
+            near, weight = self._nearest, 2.0
             plainness = HOST if near is None else near.plainness.value
             slowness = 1.0 if near is None else near.slowness.value
             size = self._sizes[num_rows] = _Size(
                 costs_at(self._costs, num_rows),
-                Rate(weight, weight * plainness),
-                Rate(weight, weight * slowness),
+                Rate(weight, weight * plainness, FORGET_TIME),
+                Rate(weight, weight * slowness, FORGET_TIME),
             )
         return size
 
@@ -130,6 +151,11 @@ class Credit:
         self._plain = plain
         return self._seconds / plain
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether there is none."""
+        return self._seconds <= 0.0
+
     def earn(self, seconds: float) -> None:
         """So much time was served."""
         self.take(-SHARE * seconds)
@@ -138,3 +164,7 @@ class Credit:
         """So much was lost, or gained where negative."""
         most = MOST_STEPS * self._plain
         self._seconds = max(min(self._seconds - seconds, most), -most)
+
+
+def _believable(seconds: float, expected: float) -> float:
+    return min(max(seconds, expected / OUTLIER), expected * OUTLIER)

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hyradix.scheduler.draft_beliefs import (
-    FORGET,
+    FORGET_OWN,
+    IDLE_OWN,
     MOST_STEPS,
-    PRIOR_WEIGHT,
+    OWN_WEIGHT,
     Credit,
     MeasuredCosts,
     Rate,
@@ -82,6 +83,8 @@ TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 3, 8, 32
 """A request on trial: how deep, and until so many drafts are judged or steps are over."""
 TRIAL_ROUNDS = 3
 """A trial begins when there is credit for so many of its rounds."""
+MOST_LOOKUP = 1.2
+"""Plain steps that one in which no drafts were found is thought to take at most."""
 LATE = 0.85
 """Of its acceptance, what a request is thought to have that was not followed from its prompt on."""
 
@@ -107,7 +110,9 @@ class AutomaticDrafting(Drafting):
         self._trees = [
             tree
             for tree in TREES
-            if tree.nodes <= spec.shape.nodes and tree.steps <= spec.shape.steps
+            if tree.topk <= spec.shape.topk
+            and tree.nodes <= spec.shape.nodes
+            and tree.steps <= spec.shape.steps
         ]
         self._tree_gains: list[Rate | None] = [None] * len(self._trees)
         self._decodes: list[RequestState] = []
@@ -118,6 +123,8 @@ class AutomaticDrafting(Drafting):
         self._expected: dict[str, float] = {}
         self._trial: RequestState | None = None
         self._trial_ends = self._step = 0
+        self._wants_plain, self._is_plain = False, True
+        """Whether this step is to be one without drafts; whether it is one."""
         self._num_accepted = 0
         """Drafts accepted since the last step whose time is known."""
 
@@ -141,17 +148,21 @@ class AutomaticDrafting(Drafting):
         self._step += 1
         self._age += 1
         is_due = self._age >= (REUSE_STEPS if self._plan else IDLE_STEPS)
+        is_due |= self._wants_plain or (bool(self._plan) and self._credit.is_used_up)
         if (is_due or decodes != self._decodes) and decodes:
             self._choose(list(decodes))
+        self._is_plain = not self._plan
         return bool(self._plan)
 
     def _choose(self, decodes: list[RequestState]) -> None:
         self._decodes, self._age = decodes, 0
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
-        costs = self._costs.at(len(decodes))
+        costs, self._wants_plain = self._costs.at(len(decodes)), False
         room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
-        if self._has_credit(costs):
+        if self._costs.wants_plain(len(decodes)) and self._has_credit(costs):
+            self._wants_plain = True
+        elif self._has_credit(costs):
             acceptance = self._acceptance(decodes)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
@@ -162,6 +173,9 @@ class AutomaticDrafting(Drafting):
                 for state, depth in zip(decodes, choice.depths.tolist(), strict=True):
                     if depth:
                         self._plan[state.request_id] = (depth + 1, depth + 1)
+                    else:
+                        state.draft_hits *= IDLE_OWN
+                        state.draft_tries *= IDLE_OWN
             if not self._plan:
                 self._try_one(decodes, limits, costs)
         if self._has_upkeep:
@@ -212,7 +226,7 @@ class AutomaticDrafting(Drafting):
         general = self._general_chances()
         tries = np.array([s.draft_tries for s in decodes])
         hits = np.array([s.draft_hits for s in decodes])
-        own = (hits + PRIOR_WEIGHT * general[0]) / (tries + PRIOR_WEIGHT)
+        own = (hits + OWN_WEIGHT * general[0]) / (tries + OWN_WEIGHT)
         if self._has_upkeep:
             own *= np.where([s.is_followed for s in decodes], 1.0, self._late)
         chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, 0.98)
@@ -263,8 +277,8 @@ class AutomaticDrafting(Drafting):
             self._tree_gains[self._tree] = gain
             return
         tried = min(num_accepted + 1, depth)
-        state.draft_hits = state.draft_hits * FORGET + num_accepted
-        state.draft_tries = state.draft_tries * FORGET + tried
+        state.draft_hits = state.draft_hits * FORGET_OWN + num_accepted
+        state.draft_tries = state.draft_tries * FORGET_OWN + tried
         for d in range(tried):
             self._general[d].add(float(d < num_accepted), 1.0)
 
@@ -273,8 +287,11 @@ class AutomaticDrafting(Drafting):
         num_accepted, self._num_accepted = self._num_accepted, 0
         self._credit.earn(seconds)
         if num_nodes == num_rows:
-            if depth == 0:
+            if depth == 0 and self._is_plain:
                 self._costs.note_plain(num_rows, seconds)
+            elif depth:  # looked for drafts, and found none
+                plain = self._costs.at(num_rows).plain
+                self._credit.take(min(seconds, MOST_LOOKUP * plain) - plain)
             return
         seconds = self._costs.note_round(num_rows, num_nodes - num_rows, depth, seconds)
         plain = self._costs.at(num_rows).plain
