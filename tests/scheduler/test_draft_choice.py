@@ -94,10 +94,16 @@ Chance = float | Callable[[int, int], float]
 
 
 def serve(
-    drafting: Drafting, num_rows: int, chance: Chance, *, steps: int = 600, length: int = 80
+    drafting: Drafting,
+    num_rows: int,
+    chance: Chance,
+    *,
+    steps: int = 600,
+    length: int = 80,
+    seed: int = 1,
 ) -> Served:
     """Requests of ``length`` steps, ``num_rows`` at a time; a draft is right by ``chance``."""
-    rng, served, count = Random(1), Served(), num_rows
+    rng, served, count = Random(seed), Served(), num_rows
     rows = [enter(drafting, i, num_rows) for i in range(num_rows)]
     followed = [state.is_followed for state in rows]
     for step in range(steps):
@@ -141,13 +147,39 @@ class Fixed(Drafting):
         return self._depth + 1, self._depth + 1
 
 
+SEEDS = range(1, 6)
+
+
 def best_fixed(num_rows: int, chance: Chance, *, steps: int, length: int = 80) -> float:
     """Tokens a second of the best chain for everybody, of none too."""
     found = []
     for depth in range(6):
-        fixed = serve(Fixed(depth), num_rows, chance, steps=steps, length=length)
-        found.append(fixed.tokens / fixed.seconds)
+        runs = [
+            serve(Fixed(depth), num_rows, chance, steps=steps, length=length, seed=seed)
+            for seed in SEEDS
+        ]
+        found.append(sum(run.tokens for run in runs) / sum(run.seconds for run in runs))
     return max(found)
+
+
+def check_choice(
+    num_rows: int, chance: Chance, proposer: str, *, first: int, steps: int, length: int = 80
+) -> None:
+    """The two bounds. Against plain: for each run, and for what it learns in before, by itself.
+
+    Against the best fixed shape: for all runs together. Where drafts pay by a tenth, one run may
+    have so bad luck at first that it believes the opposite, and credit to find out comes slowly.
+    """
+    plain, runs = num_rows / costs_at(COSTS, num_rows).plain, []
+    for seed in SEEDS:
+        drafting = AutomaticDrafting(spec(proposer=proposer), COSTS)
+        learning = serve(drafting, num_rows, chance, steps=first, length=length, seed=seed + 100)
+        assert learning.tokens / learning.seconds >= 0.97 * plain
+        run = serve(drafting, num_rows, chance, steps=steps, length=length, seed=seed)
+        assert run.tokens / run.seconds >= 0.97 * plain
+        runs.append(run)
+    speed = sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+    assert speed >= 0.95 * best_fixed(num_rows, chance, steps=steps, length=length)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "mtp"])
@@ -156,26 +188,14 @@ def best_fixed(num_rows: int, chance: Chance, *, steps: int, length: int = 80) -
 def test_never_much_under_plain_and_near_the_best_fixed_choice(
     num_rows: int, chance: float, proposer: str
 ) -> None:
-    drafting = AutomaticDrafting(spec(proposer=proposer), COSTS)
-    short = serve(drafting, num_rows, chance, steps=300)  # with all that it has to learn
-    plain = num_rows / costs_at(COSTS, num_rows).plain
-    assert short.tokens / short.seconds >= 0.97 * plain
-    found = serve(drafting, num_rows, chance)
-    speed = found.tokens / found.seconds
-    assert speed >= 0.98 * plain
-    assert speed >= 0.95 * best_fixed(num_rows, chance, steps=600)
+    check_choice(num_rows, chance, proposer, first=300, steps=600)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "mtp"])
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
 def test_short_replies_are_no_reason_to_lose(num_rows: int, chance: float, proposer: str) -> None:
-    drafting = AutomaticDrafting(spec(proposer=proposer), COSTS)
-    serve(drafting, num_rows, chance, steps=300, length=10)
-    found = serve(drafting, num_rows, chance, length=10)
-    speed = found.tokens / found.seconds
-    assert speed >= 0.97 * num_rows / costs_at(COSTS, num_rows).plain
-    assert speed >= 0.95 * best_fixed(num_rows, chance, steps=600, length=10)
+    check_choice(num_rows, chance, proposer, first=300, steps=600, length=10)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "mtp"])
@@ -186,12 +206,7 @@ def test_requests_that_differ_are_served_as_well_as_by_one_shape(
     def mixed(number: int, step: int) -> float:
         return 0.9 if number % 2 else 0.1
 
-    drafting = AutomaticDrafting(spec(proposer=proposer), COSTS)
-    serve(drafting, num_rows, mixed, steps=600)
-    found = serve(drafting, num_rows, mixed, steps=1200)
-    speed = found.tokens / found.seconds
-    assert speed >= 0.97 * num_rows / costs_at(COSTS, num_rows).plain
-    assert speed >= 0.95 * best_fixed(num_rows, mixed, steps=1200)
+    check_choice(num_rows, mixed, proposer, first=600, steps=1200)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "mtp"])

@@ -11,6 +11,7 @@ Read next: ``drafting.py``, ``draft_choice.py``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hyradix.scheduler.draft_choice import StepCosts, costs_at
@@ -27,6 +28,10 @@ PRIOR_WEIGHT, OWN_WEIGHT = 4.0, 4.0
 FORGET, FORGET_OWN, FORGET_TIME = 0.985, 0.97, 0.93
 """Weight that a measurement of acceptance, of a request's own, or of time keeps when the next one
 comes."""
+OPTIMISM = 0.5
+"""Standard errors by which chances are thought better than measured."""
+FADE = 0.98
+"""Weight that everybody's chance keeps each time when drafts are found not to pay."""
 IDLE_OWN = 0.8
 """Weight that a request's own keeps each time when it is found not to pay: nothing is for ever."""
 HOST = 1.05
@@ -38,9 +43,9 @@ FIRST_PLAIN, ROUNDS_PER_PLAIN = 2, 128
 OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
-SHARE = 0.0075
+SHARE = 0.0125
 """Of the time, what may be lost on drafts that do not pay."""
-START_STEPS, MOST_STEPS = 3.0, 8.0
+START_STEPS, MOST_STEPS = 4.0, 16.0
 """Credit in plain steps: at first, and at most."""
 
 
@@ -57,10 +62,21 @@ class Rate:
         self.hits = self.hits * self.forget + hits
         self.tries = self.tries * self.forget + tries
 
+    def fade(self) -> None:
+        """Time went by without a measurement."""
+        self.hits *= FADE
+        self.tries *= FADE
+
     @property
     def value(self) -> float:
         """The ratio now."""
         return self.hits / self.tries
+
+    @property
+    def hope(self) -> float:
+        """A chance, as high as it may well be: what little is known of is worth a try on credit."""
+        value = min(self.value, 1.0)
+        return min(value + OPTIMISM * math.sqrt(value * (1.0 - value) / max(self.tries, 1.0)), 0.98)
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ MARGIN, TREE_MARGIN = 0.02, 0.05
 """A choice must be better than no drafts by this much, a tree than the best chain."""
 REUSE_STEPS, IDLE_STEPS = 6, 16
 """A choice stands for so many steps, with drafts and without, while the requests are the same."""
-TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 3, 8, 32
+TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 1, 8, 32
 """A request on trial: how deep, and until so many drafts are judged or steps are over."""
 TRIAL_ROUNDS = 3
 """A trial begins when there is credit for so many of its rounds."""
@@ -177,6 +177,8 @@ class AutomaticDrafting(Drafting):
                         state.draft_hits *= IDLE_OWN
                         state.draft_tries *= IDLE_OWN
             if not self._plan:
+                for rate in self._general:
+                    rate.fade()
                 self._try_one(decodes, limits, costs)
         if self._has_upkeep:
             for state in decodes:
@@ -219,7 +221,7 @@ class AutomaticDrafting(Drafting):
         self._plan[trial.request_id] = (depth + 1, depth + 1)
 
     def _general_chances(self) -> Floats:
-        return np.array([rate.value for rate in self._general])
+        return np.array([rate.hope for rate in self._general])
 
     def _acceptance(self, decodes: Sequence[RequestState]) -> Floats:
         """``[B, K]``: that of everybody by depth, moved as far as each request differs from it."""
