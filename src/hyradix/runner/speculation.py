@@ -183,7 +183,7 @@ class Speculation:
             stale = states.slots[self.has_hidden[rows]]
             if len(stale) or len(states.save_slots):
                 slots = np.concatenate([stale, states.save_slots])
-                pool[0].index_fill_(0, torch.from_numpy(slots).long(), 0.0)
+                pool[0].index_fill_(0, torch.from_numpy(slots).to(pool.device, torch.long), 0.0)
                 self.has_hidden[rows] = False
             return
         self.has_hidden[rows] = True

@@ -38,8 +38,9 @@ HOST = 1.05
 """What a step takes beside the model, on the host, until it was measured."""
 LEAST_SLOW = 0.1
 """Of the measured costs of a round, what is believed at least."""
-FIRST_PLAIN, ROUNDS_PER_PLAIN = 2, 128
-"""Steps without drafts that a number of rows begins with, and rounds until the next such step."""
+FIRST_PLAIN, NEXT_PLAIN = 8, 2
+"""Steps without drafts that the first number of rows begins with (a process begins slowly), and
+that others begin with."""
 OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
@@ -90,9 +91,10 @@ class _Size:
     measured: StepCosts
     plainness: Rate
     slowness: Rate
-    plain_due: int = FIRST_PLAIN
-    """Steps without drafts that are wanted, to know what they take."""
+    plain_due: int
+    """Steps without drafts that are wanted at first, to know what they take."""
     num_rounds: int = 0
+    """Rounds since the last such step."""
 
 
 class MeasuredCosts:
@@ -120,7 +122,7 @@ class MeasuredCosts:
         size = self._nearest = self._size(num_rows)
         expected = size.measured.plain * size.plainness.value
         size.plainness.add(_believable(seconds, expected) / size.measured.plain, 1.0)
-        size.plain_due = max(size.plain_due - 1, 0)
+        size.plain_due, size.num_rounds = max(size.plain_due - 1, 0), 0
 
     def note_round(self, num_rows: int, num_drafts: int, depth: int, seconds: float) -> float:
         """A step with drafts took so long. Returns ``seconds``, bounded by what is believable."""
@@ -131,12 +133,13 @@ class MeasuredCosts:
         seconds = _believable(seconds, plain + beside * size.slowness.value)
         size.slowness.add(max((seconds - plain) / beside, LEAST_SLOW), 1.0)
         size.num_rounds += 1
-        size.plain_due += size.num_rounds % ROUNDS_PER_PLAIN == 0
         return seconds
 
-    def wants_plain(self, num_rows: int) -> bool:
-        """Whether a step without drafts is due: they are what everything is compared with."""
-        return self._size(num_rows).plain_due > 0
+    def wants_plain(self, num_rows: int, max_rounds: int) -> bool:
+        """Whether a step without drafts is due, after so many rounds at most: they are what
+        everything is compared with."""
+        size = self._size(num_rows)
+        return size.plain_due > 0 or size.num_rounds >= max_rounds
 
     def _size(self, num_rows: int) -> _Size:
         """A size that was never seen is as much slower than measured as the last one was."""
@@ -149,6 +152,7 @@ class MeasuredCosts:
                 costs_at(self._costs, num_rows),
                 Rate(weight, weight * plainness, FORGET_TIME),
                 Rate(weight, weight * slowness, FORGET_TIME),
+                FIRST_PLAIN if near is None else NEXT_PLAIN,
             )
         return size
 

@@ -79,8 +79,10 @@ MARGIN, TREE_MARGIN = 0.02, 0.05
 """A choice must be better than no drafts by this much, a tree than the best chain."""
 REUSE_STEPS, IDLE_STEPS = 6, 16
 """A choice stands for so many steps, with drafts and without, while the requests are the same."""
-TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 1, 8, 32
+TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 2, 8, 32
 """A request on trial: how deep, and until so many drafts are judged or steps are over."""
+CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
+"""Rounds until a step without drafts is timed again: where drafts gain less than this, or more."""
 TRIAL_ROUNDS = 3
 """A trial begins when there is credit for so many of its rounds."""
 MOST_LOOKUP = 1.2
@@ -160,9 +162,7 @@ class AutomaticDrafting(Drafting):
         costs, self._wants_plain = self._costs.at(len(decodes)), False
         room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
-        if self._costs.wants_plain(len(decodes)) and self._has_credit(costs):
-            self._wants_plain = True
-        elif self._has_credit(costs):
+        if self._has_credit(costs):
             acceptance = self._acceptance(decodes)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
@@ -176,13 +176,21 @@ class AutomaticDrafting(Drafting):
                     else:
                         state.draft_hits *= IDLE_OWN
                         state.draft_tries *= IDLE_OWN
-            if not self._plan:
+            if self._plan and self._costs.wants_plain(len(decodes), self._rounds(choice, plain)):
+                self._plan, self._wants_plain = {}, True
+            elif not self._plan:
                 for rate in self._general:
                     rate.fade()
                 self._try_one(decodes, limits, costs)
         if self._has_upkeep:
             for state in decodes:
                 state.is_followed = state.request_id in self._plan
+
+    def _rounds(self, choice: Choice, plain: float) -> int:
+        """How many rounds there may be until the next step without drafts, which costs what drafts
+        gain; where a head keeps up with requests, it costs two such steps."""
+        rounds = CLOSE_ROUNDS if choice.rate < CLOSE * plain else CLEAR_ROUNDS
+        return rounds * (2 if self._has_upkeep else 1)
 
     def _has_credit(self, costs: StepCosts) -> bool:
         """Once it is used up, nothing is drafted until there is enough for a trial again."""
