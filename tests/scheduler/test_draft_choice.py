@@ -111,7 +111,7 @@ def serve(
             rows = [enter(drafting, count + i, num_rows) for i in range(num_rows)]
             followed = [state.is_followed for state in rows]
             count += num_rows
-        drafting.begin_step(rows)
+        drafting.begin_step(rows, is_waited_for=True)
         limits = [
             drafting.limit(state) if was and state.is_followed else (1, 1)
             for state, was in zip(rows, followed, strict=True)
@@ -242,7 +242,7 @@ def test_a_chain_shape_has_no_trees() -> None:
     drafting = AutomaticDrafting(spec(topk=1, steps=7, nodes=8), COSTS)
     rows = [make_state("r", 0)]
     for _ in range(200):
-        drafting.begin_step(rows)
+        drafting.begin_step(rows, is_waited_for=True)
         nodes, accepted = drafting.limit(rows[0])
         assert drafting.topk <= 1
         assert nodes == accepted
@@ -267,11 +267,11 @@ def test_a_request_that_was_given_up_has_no_more_drafts() -> None:
     drafting = AutomaticDrafting(spec(proposer="mtp"), COSTS)
     serve(drafting, 32, 0.05, steps=200)
     rows = [make_state(f"new-{i}", 1 + 16 * i) for i in range(4)]
-    drafting.begin_step(rows)
+    drafting.begin_step(rows, is_waited_for=True)
     given_up = [state for state in rows if not state.is_followed]
     assert len(given_up) >= 3  # one may be on trial
     for _ in range(100):
-        drafting.begin_step(rows)
+        drafting.begin_step(rows, is_waited_for=True)
         assert all(drafting.limit(state) == (1, 1) for state in given_up)
         assert not any(state.is_followed for state in given_up)
 
@@ -280,7 +280,7 @@ def test_no_chain_is_longer_than_what_is_left_of_a_request() -> None:
     drafting = AutomaticDrafting(spec(), COSTS)
     state = make_state("r", 0)
     state.max_total_tokens = 11  # 8 consumed, one known: one more draft would be the last token
-    drafting.begin_step([state])
+    drafting.begin_step([state], is_waited_for=True)
     assert drafting.limit(state)[1] <= 2
 
 

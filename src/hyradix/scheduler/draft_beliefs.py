@@ -28,8 +28,8 @@ PRIOR_WEIGHT, OWN_WEIGHT = 4.0, 4.0
 FORGET, FORGET_OWN, FORGET_TIME = 0.985, 0.97, 0.93
 """Weight that a measurement of acceptance, of a request's own, or of time keeps when the next one
 comes."""
-OPTIMISM = 0.5
-"""Standard errors by which chances are thought better than measured."""
+OPTIMISM, MOST_HOPE = 0.5, 0.98
+"""Standard errors by which chances are thought better than measured; the best that is thought."""
 FADE = 0.98
 """Weight that everybody's chance keeps each time when drafts are found not to pay."""
 IDLE_OWN = 0.8
@@ -44,7 +44,7 @@ that others begin with."""
 OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
-SHARE = 0.0125
+SHARE = 0.008
 """Of the time, what may be lost on drafts that do not pay."""
 START_STEPS, MOST_STEPS = 4.0, 16.0
 """Credit in plain steps: at first, and at most."""
@@ -77,7 +77,8 @@ class Rate:
     def hope(self) -> float:
         """A chance, as high as it may well be: what little is known of is worth a try on credit."""
         value = min(self.value, 1.0)
-        return min(value + OPTIMISM * math.sqrt(value * (1.0 - value) / max(self.tries, 1.0)), 0.98)
+        doubt = math.sqrt(value * (1.0 - value) / max(self.tries, 1.0))
+        return min(value + OPTIMISM * doubt, MOST_HOPE)
 
 
 @dataclass(slots=True)

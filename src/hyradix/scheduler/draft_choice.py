@@ -38,10 +38,14 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """depths: ``int64[B]`` drafts for each row, 0: none. rate: expected tokens a second."""
+    """depths: ``int64[B]`` drafts for each row, 0: none. rate: expected tokens a second.
+
+    least: of its speed without drafts, what the row is expected to have that they help least.
+    """
 
     depths: Ints
     rate: float
+    least: float = 1.0
 
 
 def costs_at(costs: RoundCosts, num_rows: int, *, num_drafting: int | None = None) -> StepCosts:
@@ -75,12 +79,14 @@ def choose_chain(acceptance: Floats, max_depths: Ints, costs: StepCosts) -> Choi
         worth = np.maximum.accumulate(net, axis=1).sum(axis=0) - best.rate * fixed
         depth = int(worth.argmax())
         depths = net[:, : depth + 1].argmax(axis=1)
-        tokens = num_rows + float(gains[np.arange(num_rows), depths].sum())
+        accepted = gains[np.arange(num_rows), depths]
+        tokens = num_rows + float(accepted.sum())
         deepest_taken = int(depths.max(initial=0))
         rate = tokens / (float(fixed[deepest_taken]) + costs.node * float(depths.sum()))
         if rate <= best.rate:
             break
-        best = Choice(depths.astype(np.int64), rate)
+        least = (1.0 + float(accepted.min())) * costs.plain * rate / tokens
+        best = Choice(depths.astype(np.int64), rate, least)
     return best
 
 

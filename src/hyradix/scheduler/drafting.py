@@ -16,6 +16,7 @@ import numpy as np
 from hyradix.scheduler.draft_beliefs import (
     FORGET_OWN,
     IDLE_OWN,
+    MOST_HOPE,
     MOST_STEPS,
     OWN_WEIGHT,
     Credit,
@@ -48,8 +49,11 @@ class Drafting:
     def admit(self, state: RequestState, num_running: int) -> None:
         """``state`` begins to run, one of ``num_running``: decide whether it is followed."""
 
-    def begin_step(self, decodes: Sequence[RequestState]) -> bool:
-        """These requests decode in the step that is being built. Whether any may have drafts."""
+    def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> bool:
+        """These requests decode in the step that is being built. Whether any may have drafts.
+
+        is_waited_for: other requests wait for these to end.
+        """
         return self._spec is not None
 
     def limit(self, state: RequestState) -> tuple[int, int]:
@@ -125,10 +129,12 @@ class AutomaticDrafting(Drafting):
         self._expected: dict[str, float] = {}
         self._trial: RequestState | None = None
         self._trial_ends = self._step = 0
+        self._is_waited_for = False
         self._wants_plain, self._is_plain = False, True
         """Whether this step is to be one without drafts; whether it is one."""
-        self._num_accepted = 0
-        """Drafts accepted since the last step whose time is known."""
+        self._accepted: list[int] = []
+        """By request that might have had drafts: those accepted since the last step whose time is
+        known."""
 
     # ---- choose ---------------------------------------------------------------------------------
 
@@ -141,12 +147,13 @@ class AutomaticDrafting(Drafting):
         limits = np.full(num_running, self._shape.steps)
         pays = choose_chain(general, limits, costs).rate * costs.plain
         state.is_followed = pays >= num_running * (1.0 + MARGIN) and self._has_credit(costs)
-        if not state.is_followed and self._can_try(costs, 1.0):
+        if not state.is_followed and self._can_try(num_running, costs, 1.0):
             state.is_followed = True
             self._begin_trial(state)
 
-    def begin_step(self, decodes: Sequence[RequestState]) -> bool:
+    def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> bool:
         """Choose for all of them at once."""
+        self._is_waited_for = is_waited_for
         self._step += 1
         self._age += 1
         is_due = self._age >= (REUSE_STEPS if self._plan else IDLE_STEPS)
@@ -166,7 +173,7 @@ class AutomaticDrafting(Drafting):
             acceptance = self._acceptance(decodes)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
-            if choice.rate < plain * (1.0 + MARGIN):
+            if choice.rate < plain * (1.0 + MARGIN) or not self._pays_all(choice.least):
                 choice = Choice(np.zeros(len(decodes), np.int64), plain)
             self._choose_tree(decodes, acceptance, choice, costs)
             if self._tree is None:
@@ -186,6 +193,11 @@ class AutomaticDrafting(Drafting):
             for state in decodes:
                 state.is_followed = state.request_id in self._plan
 
+    def _pays_all(self, least: float) -> bool:
+        """Whether drafts make each request faster, or a place that is free early is waited for:
+        those who run beside a reply have nothing of it that it ends early."""
+        return self._is_waited_for or least >= 1.0 + MARGIN
+
     def _rounds(self, choice: Choice, plain: float) -> int:
         """How many rounds there may be until the next step without drafts, which costs what drafts
         gain; where a head keeps up with requests, it costs two such steps."""
@@ -203,12 +215,20 @@ class AutomaticDrafting(Drafting):
         """What a round of a trial adds to a step, in plain steps."""
         return (costs.round + (costs.draft + costs.node) * TRIAL_DEPTH) / costs.plain
 
-    def _can_try(self, costs: StepCosts, share: float) -> bool:
-        """Whether nobody is on trial, and there is ``share`` times the credit that one takes."""
+    def _can_try(self, num_rows: int, costs: StepCosts, share: float) -> bool:
+        """Whether nobody is on trial, there is ``share`` times the credit that one takes, and
+        drafts that nearly always hold would pay for so many rows."""
         if self._trial is not None and self._step < self._trial_ends:
             return False
         cost = share * TRIAL_ROUNDS * self._trial_cost(costs)
-        return self._has_credit(costs) and self._credit.of(costs.plain) >= min(cost, MOST_STEPS)
+        if not self._has_credit(costs) or self._credit.of(costs.plain) < min(cost, MOST_STEPS):
+            return False
+        best = choose_chain(
+            np.full((num_rows, self._shape.steps), MOST_HOPE),
+            np.full(num_rows, self._shape.steps),
+            costs,
+        )
+        return best.rate * costs.plain >= num_rows * (1.0 + MARGIN)
 
     def _begin_trial(self, state: RequestState) -> None:
         self._trial, self._trial_ends = state, self._step + TRIAL_STEPS
@@ -217,7 +237,8 @@ class AutomaticDrafting(Drafting):
         """The request on trial, or else the one that was tried least, has a chain all the same."""
         trial = self._trial
         if trial is None or trial not in decodes:
-            if not self._can_try(costs, 2.0 if self._has_upkeep else 1.0):
+            share = 2.0 if self._has_upkeep else 1.0
+            if not self._can_try(len(decodes), costs, share):
                 return
             trial = min(decodes, key=lambda state: state.num_draft_rounds)
             self._begin_trial(trial)
@@ -239,7 +260,7 @@ class AutomaticDrafting(Drafting):
         own = (hits + OWN_WEIGHT * general[0]) / (tries + OWN_WEIGHT)
         if self._has_upkeep:
             own *= np.where([s.is_followed for s in decodes], 1.0, self._late)
-        chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, 0.98)
+        chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, MOST_HOPE)
         return chances
 
     def _choose_tree(
@@ -255,7 +276,9 @@ class AutomaticDrafting(Drafting):
             costs_of_tree = StepCosts(costs.plain, costs.node, wider, costs.round)
             gain = float(expected.mean())
             rate = tree_rate(gain, num_rows, tree.nodes, tree.steps, costs_of_tree)
-            if rate > best:
+            seconds = num_rows * (1.0 + gain) / rate
+            least = (1.0 + float(expected.min())) * costs.plain / seconds
+            if rate > best and self._pays_all(least):
                 best, self._tree, self.topk = rate, i, tree.topk
                 for state, own in zip(decodes, expected.tolist(), strict=True):
                     self._plan[state.request_id] = (tree.nodes, tree.steps + 1)
@@ -277,9 +300,9 @@ class AutomaticDrafting(Drafting):
     def learn(self, state: RequestState, num_nodes: int, num_accepted: int, depth: int) -> None:
         """See ``Drafting``."""
         super().learn(state, num_nodes, num_accepted, depth)
+        self._accepted.append(num_accepted)
         if num_nodes <= 1:
             return
-        self._num_accepted += num_accepted
         expected = self._expected.get(state.request_id)
         if expected is not None and self._tree is not None:
             gain = self._tree_gains[self._tree] or Rate(tries=4.0, hits=4.0)
@@ -294,7 +317,7 @@ class AutomaticDrafting(Drafting):
 
     def learn_time(self, num_rows: int, num_nodes: int, depth: int, seconds: float) -> None:
         """See ``Drafting``."""
-        num_accepted, self._num_accepted = self._num_accepted, 0
+        accepted, self._accepted = self._accepted, []
         self._credit.earn(seconds)
         if num_nodes == num_rows:
             if depth == 0 and self._is_plain:
@@ -305,7 +328,10 @@ class AutomaticDrafting(Drafting):
             return
         seconds = self._costs.note_round(num_rows, num_nodes - num_rows, depth, seconds)
         plain = self._costs.at(num_rows).plain
-        self._credit.take(seconds - plain * (1.0 + num_accepted / num_rows))
+        gained = sum(accepted) / num_rows
+        if not self._is_waited_for:
+            gained = min(accepted) if len(accepted) >= num_rows else 0.0
+        self._credit.take(seconds - plain * (1.0 + gained))
 
 
 def make_drafting(spec: SpecConfig | None, costs: RoundCosts | None) -> Drafting:

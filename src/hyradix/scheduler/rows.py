@@ -40,9 +40,9 @@ class RowPlanner:
 
     # ---- decode ---------------------------------------------------------------------------------
 
-    def begin_step(self, decodes: Sequence[RequestState]) -> None:
+    def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> None:
         """These requests would decode now: drafts must leave each the slot for its token."""
-        is_drafting = self._drafting.begin_step(decodes)
+        is_drafting = self._drafting.begin_step(decodes, is_waited_for=is_waited_for)
         if self._config.spec is None:
             return
         self._num_missing = len(decodes)

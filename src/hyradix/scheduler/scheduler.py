@@ -155,7 +155,7 @@ class Scheduler:
         self.cache.begin_step()
         batch = BatchBuilder(self._step)
         decodes = [s for s in self._running if s.can_run and not s.is_prefill_next]
-        self._rows.begin_step(decodes)
+        self._rows.begin_step(decodes, is_waited_for=bool(self._waiting))
         batch.draft_topk = self._drafting.topk
         for state in decodes:
             if state.can_run:
