@@ -53,6 +53,9 @@ def test_the_choice_is_about_the_best_there_is(seed: int) -> None:
         for depths in itertools.product(*(range(limit + 1) for limit in limits))
     )
     assert choice.rate == pytest.approx(rate(acceptance, choice.depths.tolist(), costs))
+    gains = [np.cumprod(a[:k]).sum() for a, k in zip(acceptance, choice.depths, strict=True)]
+    seconds = (num_rows + sum(gains)) / choice.rate
+    assert choice.least == pytest.approx((1.0 + min(gains)) / seconds)
     assert choice.rate >= 0.98 * best
 
 
@@ -101,6 +104,7 @@ def serve(
     steps: int = 600,
     length: int = 80,
     seed: int = 1,
+    is_waited_for: bool = True,
 ) -> Served:
     """Requests of ``length`` steps, ``num_rows`` at a time; a draft is right by ``chance``."""
     rng, served, count = Random(seed), Served(), num_rows
@@ -111,7 +115,7 @@ def serve(
             rows = [enter(drafting, count + i, num_rows) for i in range(num_rows)]
             followed = [state.is_followed for state in rows]
             count += num_rows
-        drafting.begin_step(rows, is_waited_for=True)
+        drafting.begin_step(rows, is_waited_for=is_waited_for)
         limits = [
             drafting.limit(state) if was and state.is_followed else (1, 1)
             for state, was in zip(rows, followed, strict=True)
@@ -236,6 +240,35 @@ def test_costs_that_were_measured_wrongly_do_no_harm(num_rows: int, wrong: float
     drafting = AutomaticDrafting(spec(), costs)
     found = serve(drafting, num_rows, 0.3, steps=400)
     assert found.tokens / found.seconds >= 0.97 * num_rows / costs_at(COSTS, num_rows).plain
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+def test_nobody_pays_for_anothers_drafts_unless_others_wait(proposer: str) -> None:
+    def one_of_them(number: int, step: int) -> float:
+        return 0.97 if number % 4 == 0 else 0.02
+
+    plain = costs_at(COSTS, 4).plain
+    alone = AutomaticDrafting(spec(proposer=proposer), COSTS)
+    found = serve(alone, 4, one_of_them, steps=1200, is_waited_for=False)
+    assert 1200 * plain / found.seconds >= 0.97
+    waited_for = AutomaticDrafting(spec(proposer=proposer), COSTS)
+    better = serve(waited_for, 4, one_of_them, steps=1200)
+    assert better.tokens / better.seconds >= 0.97 * 4 / plain
+    assert better.rounds >= found.rounds
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_drafts_that_pay_for_all_are_taken_while_nobody_waits(num_rows: int) -> None:
+    drafting = AutomaticDrafting(spec(), COSTS)
+    found = serve(drafting, num_rows, 0.95, steps=1200, is_waited_for=False)
+    assert found.tokens / found.seconds >= 1.2 * num_rows / costs_at(COSTS, num_rows).plain
+
+
+def test_nothing_is_tried_where_even_the_best_drafts_would_not_pay() -> None:
+    slow = RoundCosts(rows=(1, 32), plain=(1.0, 3.0), node=(1.0, 3.0), draft=(1, 2), round=(1, 1))
+    for proposer in ("ngram", "mtp"):
+        drafting = AutomaticDrafting(spec(proposer=proposer), slow)
+        assert serve(drafting, 32, 0.98, steps=300).rounds == 0
 
 
 def test_a_chain_shape_has_no_trees() -> None:

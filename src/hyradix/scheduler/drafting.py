@@ -132,6 +132,8 @@ class AutomaticDrafting(Drafting):
         self._is_waited_for = False
         self._wants_plain, self._is_plain = False, True
         """Whether this step is to be one without drafts; whether it is one."""
+        self._promise = 1.0
+        """What drafts would gain at best for those that run; the less it is, the less is risked."""
         self._accepted: list[int] = []
         """By request that might have had drafts: those accepted since the last step whose time is
         known."""
@@ -167,6 +169,7 @@ class AutomaticDrafting(Drafting):
         self._decodes, self._age = decodes, 0
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
         costs, self._wants_plain = self._costs.at(len(decodes)), False
+        self._promise = min(self._most_gain(len(decodes), costs), 1.0)
         room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         if self._has_credit(costs):
@@ -221,14 +224,15 @@ class AutomaticDrafting(Drafting):
         if self._trial is not None and self._step < self._trial_ends:
             return False
         cost = share * TRIAL_ROUNDS * self._trial_cost(costs)
-        if not self._has_credit(costs) or self._credit.of(costs.plain) < min(cost, MOST_STEPS):
+        if self._most_gain(num_rows, costs) < MARGIN:
             return False
-        best = choose_chain(
-            np.full((num_rows, self._shape.steps), MOST_HOPE),
-            np.full(num_rows, self._shape.steps),
-            costs,
-        )
-        return best.rate * costs.plain >= num_rows * (1.0 + MARGIN)
+        return self._has_credit(costs) and self._credit.of(costs.plain) >= min(cost, MOST_STEPS)
+
+    def _most_gain(self, num_rows: int, costs: StepCosts) -> float:
+        """What drafts that nearly always hold would add to the speed of so many rows."""
+        steps = self._shape.steps
+        chances, limits = np.full((num_rows, steps), MOST_HOPE), np.full(num_rows, steps)
+        return choose_chain(chances, limits, costs).rate * costs.plain / num_rows - 1.0
 
     def _begin_trial(self, state: RequestState) -> None:
         self._trial, self._trial_ends = state, self._step + TRIAL_STEPS
@@ -318,7 +322,7 @@ class AutomaticDrafting(Drafting):
     def learn_time(self, num_rows: int, num_nodes: int, depth: int, seconds: float) -> None:
         """See ``Drafting``."""
         accepted, self._accepted = self._accepted, []
-        self._credit.earn(seconds)
+        self._credit.earn(seconds * self._promise)
         if num_nodes == num_rows:
             if depth == 0 and self._is_plain:
                 self._costs.note_plain(num_rows, seconds)
