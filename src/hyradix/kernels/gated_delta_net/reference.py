@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from hyradix.kernels.causal_conv.reference import causal_conv
-from hyradix.kernels.gated_delta_rule.reference import chunked
 from hyradix.kernels.rms_norm.reference import gated_rms_norm
-from hyradix.kernels.tree_recurrence.rules import GDN, Inputs, read, spread_heads, update
+from hyradix.kernels.tree_recurrence.chunked import chunked
+from hyradix.kernels.tree_recurrence.rules import GDN, Inputs, read, update
 
 Int32Array = npt.NDArray[np.int32]
 L2_EPS = 1e-6
@@ -110,9 +110,7 @@ def _run(
         _, final = update(GDN, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
         o, saved = read(final, q[0]).unsqueeze(0), [final] * len(save_at)
     else:
-        q, k = (spread_heads(x, initial.shape[0], dim=1) for x in (q, inputs.k))
-        g = inputs.g.squeeze(2)
-        o, final, saved = chunked(q, k, inputs.v, g, inputs.beta, initial, save_at=save_at)
+        o, final, saved = chunked(GDN, q, inputs, initial, save_at=save_at)
     return finish(o, projected, weights), final, saved, columns
 
 

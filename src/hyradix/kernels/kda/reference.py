@@ -3,7 +3,7 @@
 Owns: both forms of the decay, how the parts fit together on a ragged batch.
 Does not know: projections, who owns a slot.
 Invariants: float32 throughout; states exact at every saved depth; only the named slots change.
-Read next: ``recurrence.py``, ``compiled.py`` (the fast twin).
+Read next: ``../tree_recurrence/chunked.py``, ``compiled.py`` (the fast twin).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from hyradix.kernels.causal_conv.reference import causal_conv
 from hyradix.kernels.gated_delta_net.reference import L2_EPS, RaggedStates
-from hyradix.kernels.kda.recurrence import chunked
 from hyradix.kernels.rms_norm.reference import rms_norm
+from hyradix.kernels.tree_recurrence.chunked import chunked
 from hyradix.kernels.tree_recurrence.rules import KDA, Inputs, read, update
 
 
@@ -102,9 +102,7 @@ def _run(
     if projected.shape[0] == 1:
         _, final = update(KDA, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
         return read(final, q[0]).unsqueeze(0), final, [final] * len(save_at), columns
-    o, final, saved = chunked(
-        q, inputs.k, inputs.v, inputs.g, inputs.beta, initial, save_at=save_at
-    )
+    o, final, saved = chunked(KDA, q, inputs, initial, save_at=save_at)
     return o, final, saved, columns
 
 

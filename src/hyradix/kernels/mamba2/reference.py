@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from hyradix.kernels.causal_conv.reference import causal_conv
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
-from hyradix.kernels.mamba2.recurrence import chunked
 from hyradix.kernels.rms_norm.reference import rms_norm
+from hyradix.kernels.tree_recurrence.chunked import chunked
 from hyradix.kernels.tree_recurrence.rules import MAMBA2, Inputs, read, update
 
 
@@ -89,7 +89,7 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """One sequence: o, final state, saved states. A single token is one ``update``."""
     if q.shape[0] > 1:
-        return chunked(q, inputs, initial, save_at=counts)
+        return chunked(MAMBA2, q, inputs, initial, save_at=counts)
     _, final = update(MAMBA2, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
     return read(final, q[0]).unsqueeze(0), final, [final] * len(counts)
 
