@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyradix.kernels.tree_recurrence.chunked import naive as along_a_sequence
 from hyradix.kernels.tree_recurrence import masked, sequential
+from hyradix.kernels.tree_recurrence.chunked import naive as along_a_sequence
 from hyradix.kernels.tree_recurrence.naive import naive
 from hyradix.kernels.tree_recurrence.rules import GDN, RULES, Inputs, Rows
 from hyradix.kernels.tree_recurrence.topology import PAD, chain_parents

@@ -1,7 +1,7 @@
 """The three recurrences along one sequence: token by token (the oracle), and by chunks.
 
-Owns: S_t = D(g_t) S_{t-1} + k_t u_t^T, o_t = S_t^T q_t, over many tokens at once; u as the rule says.
-Does not know: projections, convolution, gates, norms, slots.
+Owns: S_t = D(g_t) S_{t-1} + k_t u_t^T, o_t = S_t^T q_t, over many tokens at once; u is as the rule
+says. Does not know: projections, convolution, gates, norms, slots.
 
 Rules differ in two ways. With delta, u solves a triangular system. A decay by head multiplies
 products of heads; one by channel goes into the keys first, and a chunk then holds c^2 K ratios a
@@ -96,7 +96,7 @@ def _chunk(
 
 
 def _ratios(rule: Rule, difference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e^difference of float64 sums; by channel there are K times as many: the exponential in dtype."""
+    """e^difference; by channel, where there are K times as many, the exponential is in dtype."""
     if rule.has_channel_decay:
         return difference.to(dtype).exp()
     return difference.exp().to(dtype)
