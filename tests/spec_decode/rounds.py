@@ -10,7 +10,7 @@ from hyradix.kernels.tree_recurrence.rules import GDN
 from hyradix.request import StateFold, StateSave
 from hyradix.spec_decode.state_keeping import make_keeper
 from hyradix.state_bytes import RecurrentShape, SpecShape
-from tests.kernels.test_gated_delta_net import Mixer
+from tests.kernels.mixer_cases import GdnMixer
 from tests.kernels.tree_recurrence.cases import NAN
 
 SHAPE = (2, 6, 12, 20, 4)
@@ -30,7 +30,7 @@ class Rounds:
         is_chain=False, shape=SHAPE, decay=4.0,
     ):  # fmt: skip
         self.mode, self.ops, self.shape, self.decay = mode, ops, shape, decay
-        self.mixer = Mixer(shape, ops, num_slots=1, decay=decay)
+        self.mixer = GdnMixer(shape, ops, num_slots=1, decay=decay)
         hk, hv, dk, dv, width = shape
         channels = self.mixer.channels
         self.recurrent = torch.full((LAYERS, SLOTS, hv, dk, dv), NAN)
@@ -75,14 +75,14 @@ class Rounds:
         tokens, done = self.history[row], self._decoded.setdefault(row, [])
         while done and (len(done) > len(tokens) or done[-1][0] is not tokens[len(done) - 1]):
             done.pop()
-        mixer = Mixer(self.shape, self.ops, num_slots=LAYERS, decay=self.decay)
+        mixer = GdnMixer(self.shape, self.ops, num_slots=LAYERS, decay=self.decay)
         mixer.state.zero_()
         mixer.conv.zero_()
         if done:
             mixer.state.copy_(done[-1][1])
             mixer.conv.copy_(done[-1][2])
         for token in tokens[len(done) : depth]:
-            o = mixer.run(token[0], [1] * LAYERS, range(LAYERS))
+            o = mixer.run([token[0]], [1] * LAYERS, range(LAYERS))
             done.append((token, mixer.state.clone(), mixer.conv.clone(), o))
         token, state, window, o = done[depth - 1]
         return (state, window, token[1], o) if with_output else (state, window, token[1])

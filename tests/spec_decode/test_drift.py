@@ -13,7 +13,7 @@ from hyradix.kernels.gated_delta_net import reference
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.torch_ops import TorchOps
 from hyradix.state_bytes import MODES
-from tests.kernels.test_gated_delta_net import Mixer
+from tests.kernels.mixer_cases import GdnMixer
 from tests.kernels.tree_recurrence.cases import error, tree_of
 from tests.spec_decode.rounds import LAYERS, SHAPE, Rounds
 
@@ -22,7 +22,7 @@ NUM_TOKENS = 1000
 
 def float64_states(rounds):
     """Recurrent states of all layers after the whole history of row 0."""
-    mixer = Mixer(SHAPE, TorchOps(), decay=rounds.decay)
+    mixer = GdnMixer(SHAPE, TorchOps(), decay=rounds.decay)
     weights = replace(
         mixer.weights,
         **{name: getattr(mixer.weights, name).double() for name in ("conv", "dt_bias", "norm")},

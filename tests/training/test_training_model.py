@@ -17,20 +17,9 @@ from prepare_data import write
 from train import load_weights, save
 from transformers import Qwen3_5ForCausalLM
 
+from tests.training.draft_support import TINY
+
 TOLERANCE = 1e-4
-TINY = Shape(
-    vocab=97,
-    hidden=48,
-    intermediate=72,
-    num_layers=4,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=24,
-    num_k_heads=2,
-    num_v_heads=6,
-    delta_dim=16,
-    max_length=512,
-)
 
 
 def new_model(shape: Shape) -> Model:

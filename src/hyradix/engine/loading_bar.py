@@ -6,6 +6,7 @@ Owns: how progress looks (rich, on stderr). Does not know: what is in progress.
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -20,27 +21,22 @@ from rich.progress import (
 from hyradix.engine.messages import RequestOutput
 
 
-def _progress(is_shown: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-        disable=not is_shown,
-        transient=True,
-    )
-
-
-class LoadingBar:
-    """One bar per stage of loading."""
+class _Bar:
+    """Shown inside its ``with`` block, and gone behind it."""
 
     def __init__(self, *, is_shown: bool) -> None:
-        self._progress = _progress(is_shown)
-        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            disable=not is_shown,
+            transient=True,
+        )
 
-    def __enter__(self) -> LoadingBar:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -51,6 +47,14 @@ class LoadingBar:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+
+
+class LoadingBar(_Bar):
+    """One bar per stage of loading."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        super().__init__(is_shown=is_shown)
+        self._tasks: dict[str, TaskID] = {}
 
     def update(self, stage: str, done: int, total: int) -> None:
         """``stage`` is ``done`` of ``total``."""
@@ -59,25 +63,13 @@ class LoadingBar:
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
 
-class BatchBar:
+class BatchBar(_Bar):
     """Prompts finished, and tokens generated."""
 
     def __init__(self, total: int, *, is_shown: bool) -> None:
-        self._progress = _progress(is_shown)
+        super().__init__(is_shown=is_shown)
         self._task = self._progress.add_task("Generating", total=total, note="")
         self._num_tokens = 0
-
-    def __enter__(self) -> BatchBar:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
 
     def advance(self, output: RequestOutput, *, is_last: bool) -> None:
         """Count what ``output`` brought; ``is_last``: it completes its prompt."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyradix.kernels.gated_delta_rule.reference import naive as gated_delta_rule
 from hyradix.kernels.tree_recurrence import masked, sequential
+from hyradix.kernels.tree_recurrence.chunked import naive as along_a_sequence
 from hyradix.kernels.tree_recurrence.naive import naive
 from hyradix.kernels.tree_recurrence.rules import GDN, RULES, Inputs, Rows
 from hyradix.kernels.tree_recurrence.topology import PAD, chain_parents
@@ -178,14 +178,13 @@ def test_w6_ten_nodes_in_three_groups(rule):
         assert not torch.equal(o[0, 3], o2[0, 3])
 
 
-def test_gdn_on_a_chain_is_the_gated_delta_rule():
-    case = make_case(GDN, 1, parents=[chain_parents(20)], heads=(3, 3)).to(torch.float64)
-    k, v, g, beta = (x[0] for x in parts(case.inputs))
-    no_rows = Rows(k[:0], v[:0], g[:0])
-    o, states, _ = naive(
-        GDN, case.base[0], no_rows, case.q[0], Inputs(k, v, g, beta), chain_parents(20)
-    )
-    expected_o, expected = gated_delta_rule(case.q[0], k, v, g.squeeze(2), beta, case.base[0])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_chain_is_the_recurrence_along_a_sequence(rule):
+    case = make_case(rule, 1, parents=[chain_parents(20)]).to(torch.float64)
+    inputs = Inputs(*(x[0] for x in parts(case.inputs)))
+    no_rows = Rows(inputs.k[:0], inputs.v[:0], inputs.g[:0])
+    o, states, _ = naive(rule, case.base[0], no_rows, case.q[0], inputs, chain_parents(20))
+    expected_o, expected = along_a_sequence(rule, case.q[0], inputs, case.base[0])
     assert error(o, expected_o) <= 1e-14
     assert error(states, expected) <= 1e-14
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hyradix.kernels.gated_delta_rule.reference import naive
 from hyradix.kernels.gated_delta_rule.triton import Chunks, ChunkScratch, chunk_table, chunked_
+from hyradix.kernels.tree_recurrence.chunked import naive
+from hyradix.kernels.tree_recurrence.rules import GDN, Inputs
 from tests.kernels.triton_kernels.cases import NAN, error
 
 HK, HV, DK, DV = 1, 2, 20, 18
@@ -54,9 +55,8 @@ def test_chunked_equals_the_definition(device):
     begin = 0
     for i, length in enumerate(LENGTHS):
         own = slice(begin, begin + length)
-        q, k = (inputs[x][own].double().repeat_interleave(HV // HK, 1) for x in "qk")
-        rest = (inputs[x][own].double() for x in ("v", "g", "beta"))
-        o, states = naive(q, k, *rest, state[slots[i]].double())
+        q, k, v, g, beta = (x[own].double() for x in inputs.values())
+        o, states = naive(GDN, q, Inputs(k, v, g.unsqueeze(2), beta), state[slots[i]].double())
         # outputs pass through tf32 on the device
         assert error(scratch.o[own], o) < 1e-5
         assert error(ours[slots[i]], states[-1]) < 1e-5

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from hyradix.kernels.kda import triton_chunks as kda
-from hyradix.kernels.kda.recurrence import naive as kda_naive
 from hyradix.kernels.kda.triton_solve import KdaChunkScratch
 from hyradix.kernels.mamba2 import triton_chunks as mamba2
-from hyradix.kernels.mamba2.recurrence import naive as mamba2_naive
-from hyradix.kernels.tree_recurrence.rules import Inputs
+from hyradix.kernels.tree_recurrence.chunked import naive
+from hyradix.kernels.tree_recurrence.rules import KDA, MAMBA2, Inputs
 from tests.kernels.triton_kernels.cases import NAN, error
 from tests.kernels.triton_kernels.family_cases import poisoned
 from tests.kernels.triton_kernels.test_chunks import on_device
@@ -66,7 +65,8 @@ def test_kda(device, decay, beta):
     kda.chunked_(on_device(LENGTHS, SAVES, SLOTS, device), ours, scratch, torch.float32)
 
     def run(own, initial):
-        return kda_naive(*(x[own].double() for x in (q, k, v, g, betas)), initial)
+        inputs = Inputs(*(x[own].double() for x in (k, v, g, betas)))
+        return naive(KDA, q[own].double(), inputs, initial)
 
     compare(device, ours, state, scratch.o, run)
 
@@ -90,7 +90,7 @@ def test_mamba2(device, decay, shape):
 
     def run(own, initial):
         inputs = Inputs(*(x[own].double() for x in (k, v, g.unsqueeze(2), dt)))
-        return mamba2_naive(q[own].double(), inputs, initial)
+        return naive(MAMBA2, q[own].double(), inputs, initial)
 
     compare(device, ours, state, scratch.o, run)
 
@@ -111,7 +111,7 @@ def test_inverse_keeps_its_digits_where_keys_repeat(device):
         ours = ours.to(device)
         kda.chunked_(on_device([total], {}, [1], device), ours, scratch, torch.float32)
         zero, one = torch.zeros(total, heads, dk), torch.ones(total, heads) * beta
-        inputs = (x.double() for x in (k, k, v, zero, one))
-        o, states = kda_naive(*inputs, initial)
+        inputs = Inputs(*(x.double() for x in (k, v, zero, one)))
+        o, states = naive(KDA, k.double(), inputs, initial)
         assert error(ours[1], states[-1]) < 1e-5
         assert error(scratch.o, o) < 1e-5

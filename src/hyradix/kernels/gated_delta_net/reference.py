@@ -1,8 +1,9 @@
 """The recurrent mixer of a gated delta net in torch: convolution, gates, delta rule, gated norm.
 
-Owns: how the parts fit together on a ragged batch. Does not know: projections, who owns a slot.
+Owns: how the parts of any family's mixer fit together on a ragged batch; this family's parts.
+Does not know: projections, who owns a slot.
 Invariants: float32 throughout; states exact at every saved depth; only the named slots change; a
-single token is one ``update`` and one ``read``, as a node of a draft tree is (``tree_reference``).
+single token is one ``update`` and one ``read``, as a node of a draft tree is (``layer_reference``).
 Read next: ``compiled.py`` (the fast twin).
 """
 
@@ -16,9 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from hyradix.kernels.causal_conv.reference import causal_conv
-from hyradix.kernels.gated_delta_rule.reference import chunked
 from hyradix.kernels.rms_norm.reference import gated_rms_norm
-from hyradix.kernels.tree_recurrence.rules import GDN, Inputs, read, spread_heads, update
+from hyradix.kernels.tree_recurrence.chunked import chunked
+from hyradix.kernels.tree_recurrence.layer_reference import MixerTokens
+from hyradix.kernels.tree_recurrence.rules import GDN, Inputs, Rule, read, update
 
 Int32Array = npt.NDArray[np.int32]
 L2_EPS = 1e-6
@@ -76,75 +78,81 @@ def mix(
     Returns: ``[T, Hv dv]``, before the output projection.
     """
     out = projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
+    layer = GdnTokens(projected, weights, state.shape[1:])
+    run_sequences(GDN, layer, batch, conv_state, state, out)
+    return out
+
+
+def run_sequences(
+    rule: Rule,
+    layer: MixerTokens,
+    batch: RaggedStates,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """``mix`` of any family: fills the rows of ``out`` that are tokens of a sequence."""
+    width = conv_state.shape[1]
     for i, slot in enumerate(batch.slots.tolist()):
-        first, last = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
-        if first == last:
+        tokens = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+        if tokens.start == tokens.stop:
             continue
         saves = slice(int(batch.save_offsets[i]), int(batch.save_offsets[i + 1]))
-        save_at = batch.save_at[saves].tolist()
-        o, final, saved, columns = _run(
-            projected[first:last], weights, conv_state[slot], state[slot], save_at
-        )
-        out[first:last] = o
-        width = conv_state.shape[1]
+        counts = batch.save_at[saves].tolist()
+        q, inputs, columns = layer.prepare(tokens, conv_state[slot])
+        o, final, saved = _run(rule, q, inputs, state[slot], counts)
+        out[tokens] = layer.finish(o, inputs, tokens)
         for count, target, value in zip(
-            save_at, batch.save_slots[saves].tolist(), saved, strict=True
+            counts, batch.save_slots[saves].tolist(), saved, strict=True
         ):
             state[target] = value
             conv_state[target] = columns[count : count + width]
         state[slot] = final
-        conv_state[slot] = columns[last - first :]
-    return out
+        conv_state[slot] = columns[tokens.stop - tokens.start :]
 
 
 def _run(
-    projected: torch.Tensor,
-    weights: MixerWeights,
-    window: torch.Tensor,
-    initial: torch.Tensor,
-    save_at: list[int],
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """One sequence: outputs, final state, saved states, raw convolution columns."""
-    q, inputs, columns = prepare(projected, weights, window, initial.shape)
-    if projected.shape[0] == 1:
-        _, final = update(GDN, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
-        o, saved = read(final, q[0]).unsqueeze(0), [final] * len(save_at)
-    else:
-        q, k = (spread_heads(x, initial.shape[0], dim=1) for x in (q, inputs.k))
-        g = inputs.g.squeeze(2)
-        o, final, saved = chunked(q, k, inputs.v, g, inputs.beta, initial, save_at=save_at)
-    return finish(o, projected, weights), final, saved, columns
+    rule: Rule, q: torch.Tensor, inputs: Inputs, initial: torch.Tensor, counts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """One sequence: o, final state, saved states. A single token is one ``update``."""
+    if q.shape[0] > 1:
+        return chunked(rule, q, inputs, initial, save_at=counts)
+    _, final = update(rule, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
+    return read(final, q[0]).unsqueeze(0), final, [final] * len(counts)
 
 
-def prepare(
-    projected: torch.Tensor,
-    weights: MixerWeights,
-    window: torch.Tensor,
-    heads: tuple[int, ...],
-) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
-    """q ``[n, Hk, dk]``, the recurrence's inputs (no leading N), all raw columns ``[K-1+n, C]``.
+@dataclass(frozen=True, slots=True)
+class GdnTokens:
+    """``MixerTokens`` of a gated delta net; projected as in ``mix``. heads: (Hv, dk, dv)."""
 
-    projected: ``[n, ...]`` tokens that follow ``window`` ``[K-1, C]``. heads: (Hv, dk, dv).
-    """
-    num_v_heads, dk, dv = heads
-    key_dim, value_dim = weights.num_k_heads * dk, num_v_heads * dv
-    mixed, _, b, a = projected.split(
-        [2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=1
-    )
-    mixed, columns = causal_conv(mixed, weights.conv, window)
-    q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=1)
-    q = _unit(q.unflatten(1, (-1, dk))) * dk**-0.5
-    k = _unit(k.unflatten(1, (-1, dk)))
-    g = weights.decay_rate * F.softplus(a + weights.dt_bias)
-    return q, Inputs(k, v.unflatten(1, (-1, dv)), g.unsqueeze(2), b.sigmoid()), columns
+    projected: torch.Tensor
+    weights: MixerWeights
+    heads: tuple[int, ...]
+
+    def prepare(
+        self, tokens: slice, window: torch.Tensor
+    ) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
+        """See ``MixerTokens``."""
+        weights, (num_v_heads, dk, dv) = self.weights, self.heads
+        key_dim, value_dim = weights.num_k_heads * dk, num_v_heads * dv
+        mixed, _, b, a = self.projected[tokens].split(
+            [2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=1
+        )
+        mixed, columns = causal_conv(mixed, weights.conv, window)
+        q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=1)
+        q = unit(q.unflatten(1, (-1, dk))) * dk**-0.5
+        k = unit(k.unflatten(1, (-1, dk)))
+        g = weights.decay_rate * F.softplus(a + weights.dt_bias)
+        return q, Inputs(k, v.unflatten(1, (-1, dv)), g.unsqueeze(2), b.sigmoid()), columns
+
+    def finish(self, o: torch.Tensor, inputs: Inputs, tokens: slice) -> torch.Tensor:
+        """The norm, gated by the tokens' z."""
+        num_v_heads, _, dv = self.heads
+        z = self.projected[tokens, -(dv + 2) * num_v_heads : -2 * num_v_heads]
+        weights = self.weights
+        return gated_rms_norm(o, z.unflatten(1, (-1, dv)), weights.norm, weights.eps).flatten(1)
 
 
-def finish(o: torch.Tensor, projected: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-    """``[n, Hv, dv]`` -> ``[n, Hv dv]``: norm, gated by the tokens' z."""
-    num_v_heads, dv = o.shape[1:]
-    z = projected[:, -(dv + 2) * num_v_heads : -2 * num_v_heads]
-    return gated_rms_norm(o, z.unflatten(1, (-1, dv)), weights.norm, weights.eps).flatten(1)
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors of length one, by their last axis."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)

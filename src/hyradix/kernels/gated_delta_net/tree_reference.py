@@ -1,6 +1,6 @@
 """The mixer of a gated delta net over draft trees, in torch.
 
-Owns: which parts of the mixer are its own (convolution, gates, norm) and which are every family's.
+Owns: nothing but the call: the parts are those of ``reference.py``, the rest is every family's.
 Invariants: those of ``../tree_recurrence/layer_reference.py``.
 Read next: ``reference.py``, ``tree_compiled.py`` (the fast twin).
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from hyradix.kernels.gated_delta_net.reference import MixerWeights, finish, prepare
-from hyradix.kernels.tree_recurrence.layer_reference import node_windows, nodes_of, verify_nodes
+from hyradix.kernels.gated_delta_net.reference import GdnTokens, MixerWeights
+from hyradix.kernels.tree_recurrence import layer_reference
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
-from hyradix.kernels.tree_recurrence.rules import GDN, Inputs
+from hyradix.kernels.tree_recurrence.rules import GDN
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
 
@@ -29,19 +29,5 @@ def mix_trees(
 
     Effects: ``spec`` as its mode says; ``conv_state`` and ``state`` are not written.
     """
-    heads = state.shape[1:]
-    for tree in range(trees.trees.num_trees):
-        _, tokens = nodes_of(trees, tree)
-        nodes = projected[tokens]
-        if not nodes.shape[0]:
-            continue
-        windows = node_windows(nodes[:, : conv_state.shape[2]], trees, tree, conv_state, spec)
-        parts = [prepare(nodes[i : i + 1], weights, windows[i], heads) for i in range(len(windows))]
-        q = torch.cat([part[0] for part in parts])
-        inputs = [part[1] for part in parts]
-        joined = Inputs(
-            *(torch.cat([getattr(x, name) for x in inputs]) for name in ("k", "v", "g", "beta"))
-        )
-        o = verify_nodes(GDN, q, joined, trees, tree, state, spec)
-        for i, token in enumerate(range(tokens.start, tokens.stop)):
-            out[token] = finish(o[i : i + 1], nodes[i : i + 1], weights)[0]
+    layer = GdnTokens(projected, weights, state.shape[1:])
+    layer_reference.mix_trees(GDN, layer, trees, conv_state, state, spec, out)

@@ -13,7 +13,8 @@ Invariants:
 - T by rows, each from final ones (powers of A lose digits where keys repeat). What states are made
   of goes through products of three tf32 passes, outputs through ``output_precision``.
 - Sums of g are within a chunk and float64 in differences; ratios only.
-Source: as ``reference.py``. Read next: ``../gated_delta_net/triton_prefill.py`` (the caller).
+Source: as ``../tree_recurrence/chunked.py``, the readable twin. Read next:
+``../gated_delta_net/triton_prefill.py`` (the caller).
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)

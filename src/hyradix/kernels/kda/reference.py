@@ -1,9 +1,9 @@
 """The mixer of Kimi delta attention in torch: convolution, gates, delta rule, gated norm.
 
-Owns: both forms of the decay, how the parts fit together on a ragged batch.
-Does not know: projections, who owns a slot.
+Owns: both forms of the decay, this family's parts. Does not know: projections, who owns a slot.
 Invariants: float32 throughout; states exact at every saved depth; only the named slots change.
-Read next: ``recurrence.py``, ``compiled.py`` (the fast twin).
+Read next: ``../gated_delta_net/reference.py`` (how the parts fit together), ``compiled.py`` (the
+fast twin).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from hyradix.kernels.causal_conv.reference import causal_conv
-from hyradix.kernels.gated_delta_net.reference import L2_EPS, RaggedStates
-from hyradix.kernels.kda.recurrence import chunked
+from hyradix.kernels.gated_delta_net.reference import RaggedStates, run_sequences, unit
 from hyradix.kernels.rms_norm.reference import rms_norm
-from hyradix.kernels.tree_recurrence.rules import KDA, Inputs, read, update
+from hyradix.kernels.tree_recurrence.rules import KDA, Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +57,8 @@ def mix(
     Returns: ``[T, H dv]``, before the output projection.
     """
     out = torch.empty_like(gate)
-    for i, slot in enumerate(batch.slots.tolist()):
-        first, last = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
-        if first == last:
-            continue
-        saves = slice(int(batch.save_offsets[i]), int(batch.save_offsets[i + 1]))
-        save_at = batch.save_at[saves].tolist()
-        piece = slice(first, last)
-        o, final, saved, columns = _run(
-            projected[piece], forget[piece], weights, conv_state[slot], state[slot], save_at
-        )
-        out[piece] = finish(o, gate[piece], weights)
-        width = conv_state.shape[1]
-        for count, target, value in zip(
-            save_at, batch.save_slots[saves].tolist(), saved, strict=True
-        ):
-            state[target] = value
-            conv_state[target] = columns[count : count + width]
-        state[slot] = final
-        conv_state[slot] = columns[last - first :]
+    layer = KdaTokens(projected, forget, gate, weights, state.shape[1:])
+    run_sequences(KDA, layer, batch, conv_state, state, out)
     return out
 
 
@@ -89,53 +71,33 @@ def log_decay(forget: torch.Tensor, weights: KdaWeights) -> torch.Tensor:
     return g
 
 
-def _run(
-    projected: torch.Tensor,
-    forget: torch.Tensor,
-    weights: KdaWeights,
-    window: torch.Tensor,
-    initial: torch.Tensor,
-    save_at: list[int],
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """One sequence: outputs before the norm, final state, saved states, raw columns."""
-    q, inputs, columns = prepare(projected, forget, weights, window, initial.shape)
-    if projected.shape[0] == 1:
-        _, final = update(KDA, initial, inputs.k[0], inputs.v[0], inputs.g[0], inputs.beta[0])
-        return read(final, q[0]).unsqueeze(0), final, [final] * len(save_at), columns
-    o, final, saved = chunked(
-        q, inputs.k, inputs.v, inputs.g, inputs.beta, initial, save_at=save_at
-    )
-    return o, final, saved, columns
+@dataclass(frozen=True, slots=True)
+class KdaTokens:
+    """``MixerTokens`` of Kimi delta attention; arrays as in ``mix``. heads: (H, dk, dv)."""
 
+    projected: torch.Tensor
+    forget: torch.Tensor
+    gate: torch.Tensor
+    weights: KdaWeights
+    heads: tuple[int, ...]
 
-def prepare(
-    projected: torch.Tensor,
-    forget: torch.Tensor,
-    weights: KdaWeights,
-    window: torch.Tensor,
-    heads: tuple[int, ...],
-) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
-    """q ``[n, H, dk]``, the recurrence's inputs (no leading N), all raw columns ``[K-1+n, C]``.
+    def prepare(
+        self, tokens: slice, window: torch.Tensor
+    ) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
+        """See ``MixerTokens``."""
+        num_heads, dk, dv = self.heads
+        channels = num_heads * (2 * dk + dv)
+        projected = self.projected[tokens]
+        mixed, columns = causal_conv(projected[:, :channels], self.weights.conv, window)
+        q, k, v = (
+            x.unflatten(1, (num_heads, -1))
+            for x in mixed.split([num_heads * dk, num_heads * dk, num_heads * dv], dim=1)
+        )
+        beta = projected[:, channels : channels + num_heads].sigmoid()
+        inputs = Inputs(unit(k), v, log_decay(self.forget[tokens], self.weights), beta)
+        return unit(q) * dk**-0.5, inputs, columns
 
-    projected, forget: n tokens that follow ``window`` ``[K-1, C]``. heads: (H, dk, dv).
-    """
-    num_heads, dk, dv = heads
-    channels = num_heads * (2 * dk + dv)
-    mixed, columns = causal_conv(projected[:, :channels], weights.conv, window)
-    q, k, v = (
-        x.unflatten(1, (num_heads, -1))
-        for x in mixed.split([num_heads * dk, num_heads * dk, num_heads * dv], dim=1)
-    )
-    beta = projected[:, channels : channels + num_heads].sigmoid()
-    inputs = Inputs(_unit(k), v, log_decay(forget, weights), beta)
-    return _unit(q) * dk**-0.5, inputs, columns
-
-
-def finish(o: torch.Tensor, gate: torch.Tensor, weights: KdaWeights) -> torch.Tensor:
-    """``[n, H, dv]`` -> ``[n, H dv]``: rms_norm(o) sigmoid(gate)."""
-    normed: torch.Tensor = rms_norm(o, weights.norm, weights.eps).flatten(1) * gate.sigmoid()
-    return normed
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+    def finish(self, o: torch.Tensor, inputs: Inputs, tokens: slice) -> torch.Tensor:
+        """rms_norm(o) sigmoid(gate)."""
+        normed = rms_norm(o, self.weights.norm, self.weights.eps).flatten(1)
+        return normed * self.gate[tokens].sigmoid()

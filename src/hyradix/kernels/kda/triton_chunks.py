@@ -10,8 +10,8 @@ Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
 - What states are made of goes through products of three tf32 passes, outputs through
   ``output_precision``.
-Source: as ``recurrence.py``, the readable twin. Read next: ``triton_solve.py`` (the first half),
-``triton_prefill.py`` (the caller).
+Source: as ``../tree_recurrence/chunked.py``, the readable twin. Read next:
+``triton_solve.py`` (the first half), ``triton_prefill.py`` (the caller).
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)

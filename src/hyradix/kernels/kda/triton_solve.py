@@ -12,7 +12,8 @@ Invariants:
 - Sums of g are within a chunk and float64 in differences.
 - T by rows and blocks, each from final ones (powers of A lose digits where keys repeat). What
   states are made of goes through products of three tf32 passes, outputs through ``precision``.
-Source: as ``recurrence.py``, the readable twin. Read next: ``triton_chunks.py`` (the second half).
+Source: as ``../tree_recurrence/chunked.py``, the readable twin. Read next:
+``triton_chunks.py`` (the second half).
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)

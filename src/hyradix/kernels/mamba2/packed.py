@@ -6,9 +6,6 @@ Read next: ``compiled.py``.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,6 +14,7 @@ from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.mamba2 import compiled as kernels
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.mamba2.tree_reference import mix_trees
+from hyradix.kernels.tree_recurrence.layer_reference import as_tensors
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 
@@ -70,18 +68,12 @@ class PackedMamba2:
         out: Array,
     ) -> None:
         """``tree_reference.mix_trees``: trees have no compiled form here yet."""
-        arrays = {field.name: getattr(spec, field.name) for field in fields(spec)}
-        shared: dict[str, Any] = {
-            name: torch.from_numpy(array)
-            for name, array in arrays.items()
-            if isinstance(array, np.ndarray)
-        }
         mix_trees(
             torch.from_numpy(projected),
             self._weights,
             trees,
             torch.from_numpy(conv_state),
             torch.from_numpy(state),
-            replace(spec, **shared),
+            as_tensors(spec),
             torch.from_numpy(out),
         )

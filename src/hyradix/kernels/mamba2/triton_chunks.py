@@ -14,7 +14,8 @@ Invariants:
   ``output_precision``.
 - Sums of g are within a chunk and float64 in differences; ratios only, masked before the
   exponential: no factor exceeds 1.
-Source: DESIGN section 6.1. Read next: ``recurrence.py`` (the readable twin), ``triton_prefill.py``.
+Source: DESIGN section 6.1. Read next: ``../tree_recurrence/chunked.py`` (the readable twin),
+``triton_prefill.py``.
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)

@@ -1,17 +1,22 @@
 """A recurrent layer over trees in torch: what all families share around their own gates.
 
-Owns: raw columns into the draft buffers and windows out of them; the recurrence over the nodes in
-the three modes. Does not know: projections, gates, norms (a family's ``tree_reference.py``).
+Owns: what a family's mixer has to be (``MixerTokens``); raw columns into the draft buffers and
+windows out of them; the recurrence over the nodes in the three modes.
+Does not know: projections, gates, norms (a family's ``reference.py``).
 
 Invariants:
 - ``snapshot`` and ``replay``: every node is computed alone, from its parent's state, by the very
   operations of a decode step, so it has the bits of plain decode on its path.
 - State pool and windows are read only.
-Read next: ``masked.py`` (mode ``log``), ``../gated_delta_net/tree_reference.py`` (a caller).
+Read next: ``masked.py`` (mode ``log``), ``../gated_delta_net/reference.py`` (a family).
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import numpy as np
 import torch
 
 from hyradix.kernels.tree_recurrence import masked
@@ -19,6 +24,68 @@ from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Inputs, Rows, Rule, read, update
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.topology import describe
+
+
+class MixerTokens(Protocol):
+    """The tokens of a step in one layer, and what its family does before and after the recurrence.
+
+    projected: ``[T, C or more]``, raw columns first.
+    """
+
+    @property
+    def projected(self) -> torch.Tensor: ...
+
+    def prepare(
+        self, tokens: slice, window: torch.Tensor
+    ) -> tuple[torch.Tensor, Inputs, torch.Tensor]:
+        """q ``[n, Hk, K]``, inputs (no leading N), all raw columns ``[K-1+n, C]``.
+
+        tokens: n that follow ``window`` ``[K-1, C]``.
+        """
+
+    def finish(self, o: torch.Tensor, inputs: Inputs, tokens: slice) -> torch.Tensor:
+        """o ``[n, Hv, V]`` -> ``[n, Hv V]``; inputs: as ``prepare`` gave them."""
+
+
+def mix_trees(
+    rule: Rule,
+    layer: MixerTokens,
+    trees: RaggedTrees,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    spec: SpecLayer,
+    out: torch.Tensor,
+) -> None:
+    """Fill the rows of ``out`` that are nodes of ``trees``.
+
+    Effects: ``spec`` as its mode says; ``conv_state`` and ``state`` are not written.
+    """
+    for tree in range(trees.trees.num_trees):
+        _, tokens = nodes_of(trees, tree)
+        raw = layer.projected[tokens, : conv_state.shape[2]]
+        if not raw.shape[0]:
+            continue
+        windows = node_windows(raw, trees, tree, conv_state, spec)
+        each = [slice(i, i + 1) for i in range(tokens.start, tokens.stop)]
+        parts = [layer.prepare(one, windows[i]) for i, one in enumerate(each)]
+        q, inputs = torch.cat([part[0] for part in parts]), [part[1] for part in parts]
+        joined = Inputs(
+            *(torch.cat([getattr(x, name) for x in inputs]) for name in ("k", "v", "g", "beta"))
+        )
+        o = verify_nodes(rule, q, joined, trees, tree, state, spec)
+        for i, one in enumerate(each):
+            out[one] = layer.finish(o[i : i + 1], inputs[i], one)
+
+
+def as_tensors(spec: SpecLayer) -> SpecLayer:
+    """The same buffers, numpy's as tensors that share their memory."""
+    arrays = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    shared: dict[str, Any] = {
+        name: torch.from_numpy(array)
+        for name, array in arrays.items()
+        if isinstance(array, np.ndarray)
+    }
+    return replace(spec, **shared)
 
 
 def nodes_of(trees: RaggedTrees, tree: int) -> tuple[slice, slice]:

@@ -11,11 +11,13 @@ Read next: ``topology.py`` (the padded twin).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from sys import byteorder
 
 import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+_NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,19 @@ class FlatTrees:
         if count == len(cu_nodes) - 1 and (parents == -1).all():  # roots alone: plain decode
             zeros = np.zeros(count, np.int32)
             return cls(cu_nodes, parents, zeros, np.arange(count + 1, dtype=np.int32), zeros)
-        bases = np.repeat(cu_nodes[:-1], np.diff(cu_nodes)).tolist()
-        paths: list[list[int]] = []
-        for i, (parent, base) in enumerate(zip(parents.tolist(), bases, strict=True)):
-            above = paths[base + parent] if parent >= 0 else []
-            paths.append([*above, i - base])
-        lengths = np.array([len(path) for path in paths], np.int32)
-        offsets = np.zeros(len(paths) + 1, np.int32)
+        paths: list[bytes] = []  # int32 each: joining them copies memory, lists would box numbers
+        root = 0
+        for parent in parents.tolist():
+            if parent < 0:
+                root = len(paths)
+                paths.append(bytes(_NUMBER_BYTES))
+            else:
+                node = len(paths) - root
+                paths.append(paths[root + parent] + node.to_bytes(_NUMBER_BYTES, byteorder))
+        lengths = np.fromiter(map(len, paths), np.int32, count) // np.int32(_NUMBER_BYTES)
+        offsets = np.zeros(count + 1, np.int32)
         np.cumsum(lengths, out=offsets[1:])
-        nodes = np.array([node for path in paths for node in path], np.int32)
+        nodes = np.frombuffer(bytearray().join(paths), np.int32)  # of a bytearray: writable
         return cls(cu_nodes, parents, lengths - np.int32(1), offsets, nodes)
 
     def path(self, tree: int, node: int) -> Int32Array:
