@@ -26,7 +26,7 @@ TINY = "benchmarks/configs/cpu25m.json"
 HOTTEST = (
     ("recurrent", "gdn step, log of 8", 64),
     ("dense", "product, gate, up", 8),
-    ("attention", "attention, decode", 64),
+    ("attention", "attention, decode behind 1152", 64),
 )
 """Section, bench and batch of what takes most of a decode step of the 4b shape."""
 NCU_SECTIONS = (
@@ -112,12 +112,17 @@ def _kernels(report: dict[str, Any]) -> dict[str, Any]:
 # ---- correctness -----------------------------------------------------------------------------
 
 
+GPU_TESTS = ("tests/kernels/triton_kernels", "tests/runner/device", "tests/runner/on_triton")
+"""Where tests marked gpu are; the other folders import what a device's machine may lack."""
+
+
 def _families(place: Place) -> Stage:
     """Tests that need a device; here, where there is none, one file of them in the interpreter."""
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x" * place.is_tiny]
     command = [word for word in command if word]
     if place.is_gpu:
-        return Stage("families", 400, [*command, "-m", "gpu", "tests"], read=_pytest)
+        command += ["-m", "gpu", *GPU_TESTS]
+        return Stage("families", 400, command, read=_pytest)
     if importlib.util.find_spec("triton") is None:
         return Stage("families", 0, skipped="no GPU, and no Triton for its interpreter")
     file = "tests/kernels/triton_kernels/test_elementwise_and_linear.py"

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import subprocess
+import shlex
 from pathlib import Path
 from typing import Any
+
+from hyradix.engine.bench.provenance import frame
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """Command, commit (``+`` after it: with uncommitted changes), device and date."""
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    is_dirty = bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src"))
-    return {
-        "command": command,
-        "commit": commit + ("+" if is_dirty else ""),
-        "device": f"{_cpu_name()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    """Command, commit (and whether it was changed), device and date."""
+    found = frame(shlex.split(command))
+    kept = {name: found[name] for name in ("command", "commit", "device", "date")}
+    return kept | {"python": found["software"]["python"]}
 
 
 def write(name: str, source: dict[str, Any], figures: Any, text: str) -> None:
@@ -34,18 +27,3 @@ def write(name: str, source: dict[str, Any], figures: Any, text: str) -> None:
     (RESULTS / f"{name}.json").write_text(raw + "\n")
     head = "\n".join(f"- {key}: `{value}`" for key, value in source.items())
     (RESULTS / f"{name}.md").write_text(f"{text.rstrip()}\n\n{head}\n")
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hyradix.request import Request, SamplingParams
+from hyradix.scheduler.automatic_drafting import AutomaticDrafting, make_drafting
 from hyradix.scheduler.draft_choice import StepCosts, choose_chain, costs_at
-from hyradix.scheduler.drafting import AutomaticDrafting, Drafting, make_drafting
+from hyradix.scheduler.drafting import Drafting
 from hyradix.scheduler.request_state import RequestState
 from hyradix.spec_config import DraftShape, RoundCosts, SpecConfig
 

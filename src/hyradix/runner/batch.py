@@ -92,7 +92,7 @@ def prepare(
         cu_tokens, rows, starts, positions, write_slots, table.kv_slots, trees=trees
     )
     plain_rows = order[:num_plain]
-    offsets, save_at, save_slots = _order_saves(
+    offsets, save_at, save_slots = order_saves(
         batch.saves, rows[:num_plain], starts[:num_plain], counts[:num_plain]
     )
     states = RaggedStates(
@@ -105,7 +105,7 @@ def prepare(
     return PreparedBatch(order, cu_tokens, token_ids, states, queries)
 
 
-def _order_saves(
+def order_saves(
     saves: tuple[StateSave, ...], rows: Int32Array, starts: Int32Array, counts: Int32Array
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """The plain rows' saves by row and depth: offsets ``[N+1]``, token counts, slots ``[S]``.

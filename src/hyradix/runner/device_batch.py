@@ -30,7 +30,7 @@ from hyradix.request import (
     StateOp,
     StateOpKind,
 )
-from hyradix.runner.batch import _order_saves
+from hyradix.runner.batch import order_saves
 from hyradix.runner.decode_form import DecodeForm
 from hyradix.runner.device_log import DeviceLog
 from hyradix.runner.device_tables import DeviceTables, entries_of
@@ -189,7 +189,7 @@ class Planner:
         number = plan.num_prefill
         assert (counts[:number] > 0).all(), "a sequence without tokens"
         cu_seqlens = plan.cu_tokens[: number + 1].copy()
-        offsets, save_at, save_slots = _order_saves(
+        offsets, save_at, save_slots = order_saves(
             plan.batch.saves, rows[:number], starts[:number], counts[:number]
         )
         table, chunk_offsets = chunk_table(cu_seqlens, offsets, save_at, save_slots)

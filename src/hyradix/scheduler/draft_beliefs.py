@@ -6,7 +6,7 @@ Invariant: drafts are tried on credit. What a round takes beyond the time in whi
 makes the same tokens is taken from it; it grows by a small share of all time, and by what good
 rounds save, up to a bound. Without credit nothing is drafted: so whatever is believed, and however
 wrongly, drafts never cost more than that share and a few steps.
-Read next: ``drafting.py``, ``draft_choice.py``.
+Read next: ``automatic_drafting.py``, ``draft_choice.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ before it were, a round makes B + sum_r sum_{j <= k_r} prod_{d <= j} a_rd tokens
 plain(B) + node * sum k_r + draft * max k + round seconds, the last three only where there is any
 draft. The best k for a given rate L of tokens a second: row r drafts j deep as long as that adds
 more than L * node * j; the deepest row decides what the proposer takes.
-Read next: ``drafting.py``.
+Read next: ``automatic_drafting.py``.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ from hyradix.request import (
     StepOutput,
     slot_order,
 )
+from hyradix.scheduler.automatic_drafting import make_drafting
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
 from hyradix.scheduler.departures import Departures, Requests
 from hyradix.scheduler.door import refuse_impossible
-from hyradix.scheduler.drafting import make_drafting
 from hyradix.scheduler.progress import InFlight, Progress, SchedulerCounters, TokenSink
 from hyradix.scheduler.request_state import RequestState, Status
 from hyradix.scheduler.rows import DECODE_SLOTS, RowPlanner

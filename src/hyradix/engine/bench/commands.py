@@ -41,7 +41,7 @@ def run_kernels(
     name = options.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return frame(arguments, torch.device(name)) | report
+    return _frame(arguments, torch.device(name)) | report
 
 
 def run_engine(
@@ -64,7 +64,7 @@ def run_engine(
     slots = {"state": info.state_pool_bytes // (info.num_states + 1)}
     slots["kv"] = info.kv_pool_bytes // (info.num_kv_slots + 1)
     floors = Floors(config, dtype.itemsize, slots["state"], slots["kv"])
-    report: dict[str, Any] = frame(arguments, device) | {
+    report: dict[str, Any] = _frame(arguments, device) | {
         "model": info.model_name,
         "weights": {"bytes": info.weight_bytes, "dtype": info.dtype},
         "slot_bytes": slots,
@@ -193,3 +193,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"{row['cached_tokens']:.0f} cached {row['cached_ms']:.1f} ms, {row['ratio']:.1f}x"
         )
     return lines
+
+
+def _frame(arguments: list[str], device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return frame(["hyradix", *arguments], name)

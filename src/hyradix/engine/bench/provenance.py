@@ -1,6 +1,7 @@
 """What every kept figure says of itself: command, commit, device, date.
 
-Owns: the frame of the reports that the bench commands write. Does not know: what was measured.
+Owns: the frame of the reports that the bench commands and ``benchmarks/`` write.
+Does not know: what was measured, torch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hyradix.errors import ConfigError
 
@@ -23,24 +24,25 @@ ROOT = Path(__file__).resolve().parents[4]
 _OUTPUTS = ("--json", "--plot")
 
 
-def frame(arguments: list[str], device: torch.device) -> dict[str, Any]:
-    """Where, when and by which command (``arguments`` of ``hyradix``) a figure is measured."""
-    is_changed = bool(_git("status", "--porcelain", "-uno", "--", "src"))
+def frame(command: Sequence[str], device: str = "", *, sources: str = "src") -> dict[str, Any]:
+    """Where, when and by which command a figure is measured.
+
+    device: as its maker calls it; empty: the CPU. sources: a change here is noted at the commit.
+    """
+    is_changed = bool(_git("status", "--porcelain", "-uno", "--", "src", sources))
     return {
-        "command": " ".join(["hyradix", *_without_outputs(arguments)]),
+        "command": shlex.join(_without_outputs(command)),
         "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if is_changed else ""),
         "date": datetime.date.today().isoformat(),
-        "device": device_name(device),
+        "device": device or cpu_name(),
         "load": round(os.getloadavg()[0], 1),
         "software": {"python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "triton", "numba", "numpy")},
     }
 
 
-def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def cpu_name() -> str:
+    """The processor, with the cores that may be used."""
     return f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores"
 
 
@@ -52,7 +54,7 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", param="json") from None
 
 
-def _without_outputs(arguments: list[str]) -> list[str]:
+def _without_outputs(arguments: Sequence[str]) -> list[str]:
     """Where a figure is written is no part of how it came about."""
     kept: list[str] = []
     skips = False

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,25 +23,20 @@ def activate(x: torch.Tensor, activation: Activation, out: torch.Tensor) -> torc
 
 def relu2(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """max(x, 0) squared, ``[T, I]`` -> out ``[T, I]``."""
-    assert x.stride(1) == out.stride(1) == 1
-    size = out.shape[1]
-    launch(
-        _relu2_kernel,
-        (x.shape[0], triton.cdiv(size, _BLOCK)),
-        x, x.stride(0), out, out.stride(0), size, _BLOCK,
-    )  # fmt: skip
-    return out
+    return _by_token(_relu2_kernel, x, out)
 
 
 def swiglu(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``[T, 2I]`` (gates, then ups) -> out ``[T, I]``; sums in float32."""
-    assert gate_up.stride(1) == out.stride(1) == 1
+    return _by_token(_swiglu_kernel, gate_up, out)
+
+
+def _by_token(kernel: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``kernel`` over blocks of each token's outputs."""
+    assert x.stride(1) == out.stride(1) == 1
     size = out.shape[1]
-    launch(
-        _swiglu_kernel,
-        (gate_up.shape[0], triton.cdiv(size, _BLOCK)),
-        gate_up, gate_up.stride(0), out, out.stride(0), size, _BLOCK,
-    )  # fmt: skip
+    grid = (x.shape[0], triton.cdiv(size, _BLOCK))
+    launch(kernel, grid, x, x.stride(0), out, out.stride(0), size, _BLOCK)
     return out
 
 

@@ -1,0 +1,305 @@
+"""The size of every round as it pays, and who is followed at all.
+
+Owns: the choice from what is believed, the trials. Does not know: KV slots, tokens, who proposes.
+
+Invariant: while no request waits, drafts are chosen only where each running request is expected to
+be faster with them (the one on trial apart).
+Read next: ``draft_choice.py`` (the arithmetic), ``draft_beliefs.py`` (what is believed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hyradix.scheduler.draft_beliefs import (
+    FORGET_OWN,
+    IDLE_OWN,
+    MOST_HOPE,
+    MOST_STEPS,
+    OWN_WEIGHT,
+    Credit,
+    MeasuredCosts,
+    Rate,
+)
+from hyradix.scheduler.draft_choice import (
+    Choice,
+    Floats,
+    Ints,
+    StepCosts,
+    choose_chain,
+    tree_rate,
+)
+from hyradix.scheduler.drafting import NO_DRAFTS, Drafting
+from hyradix.scheduler.request_state import RequestState
+from hyradix.spec_config import DraftShape, RoundCosts, SpecConfig
+
+TREES = (DraftShape(topk=2, steps=4, nodes=8), DraftShape(topk=4, steps=4, nodes=24))
+MAX_TREE_ROWS = 8
+SECOND_CHANCE = 0.25
+"""Of the first drafts that fail, those that a wider tree is thought to catch at first."""
+MARGIN, TREE_MARGIN = 0.02, 0.05
+"""A choice must be better than no drafts by this much, a tree than the best chain."""
+REUSE_STEPS, IDLE_STEPS = 6, 16
+"""A choice stands for so many steps, with drafts and without, while the requests are the same."""
+TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 2, 8, 32
+"""A request on trial: how deep, and until so many drafts are judged or steps are over."""
+CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
+"""Rounds until a step without drafts is timed again: where drafts gain less than this, or more."""
+TRIAL_ROUNDS = 3
+"""A trial begins when there is credit for so many of its rounds."""
+MOST_LOOKUP = 1.2
+"""Plain steps that one in which no drafts were found is thought to take at most."""
+LATE = 0.85
+"""Of its acceptance, what a request is thought to have that was not followed from its prompt on."""
+
+
+class AutomaticDrafting(Drafting):
+    """Off, chains of any depth for each request, or trees for all of a few requests.
+
+    A request's chance of acceptance is its own, drawn toward everybody's while it is young. Where
+    no drafts are best, one request is tried now and then, as credit allows. Where a head has to
+    keep up with requests, only those are followed that have drafts; a new one is followed through
+    its prompt if drafts pay in general now, or if it goes on trial.
+    """
+
+    def __init__(self, spec: SpecConfig, costs: RoundCosts | None) -> None:
+        super().__init__(spec)
+        self._shape = spec.shape
+        self._has_upkeep = spec.proposer != "ngram"
+        self._late = LATE if spec.proposer == "mtp" else 1.0
+        self._costs = MeasuredCosts(costs)
+        self._credit = Credit()
+        self._is_paused = False
+        self._general = [Rate() for _ in range(spec.shape.steps)]
+        self._trees = [
+            tree
+            for tree in TREES
+            if tree.topk <= spec.shape.topk
+            and tree.nodes <= spec.shape.nodes
+            and tree.steps <= spec.shape.steps
+        ]
+        self._tree_gains: list[Rate | None] = [None] * len(self._trees)
+        self._decodes: list[RequestState] = []
+        """Whom the plan is for, and how many steps ago it was made."""
+        self._age = 0
+        self._plan: dict[str, tuple[int, int]] = {}
+        self._tree: int | None = None
+        self._expected: dict[str, float] = {}
+        self._trial: RequestState | None = None
+        self._trial_ends = self._step = 0
+        self._is_waited_for = False
+        self._wants_plain, self._is_plain = False, True
+        """Whether this step is to be one without drafts; whether it is one."""
+        self._promise = 1.0
+        """What drafts would gain at best for those that run; the less it is, the less is risked."""
+        self._accepted: list[int] = []
+        """By request that might have had drafts: those accepted since the last step whose time is
+        known."""
+
+    # ---- choose ---------------------------------------------------------------------------------
+
+    def admit(self, state: RequestState, num_running: int) -> None:
+        """See ``Drafting``."""
+        if not self._has_upkeep:
+            return
+        costs = self._costs.at(num_running)
+        general = np.tile(self._general_chances(), (num_running, 1))
+        limits = np.full(num_running, self._shape.steps)
+        pays = choose_chain(general, limits, costs).rate * costs.plain
+        state.is_followed = pays >= num_running * (1.0 + MARGIN) and self._has_credit(costs)
+        if not state.is_followed and self._can_try(num_running, costs, 1.0):
+            state.is_followed = True
+            self._begin_trial(state)
+
+    def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> bool:
+        """Choose for all of them at once."""
+        self._is_waited_for = is_waited_for
+        self._step += 1
+        self._age += 1
+        is_due = self._age >= (REUSE_STEPS if self._plan else IDLE_STEPS)
+        is_due |= self._wants_plain or (bool(self._plan) and self._credit.is_used_up)
+        if (is_due or decodes != self._decodes) and decodes:
+            self._choose(list(decodes))
+        self._is_plain = not self._plan
+        return bool(self._plan)
+
+    def _choose(self, decodes: list[RequestState]) -> None:
+        self._decodes, self._age = decodes, 0
+        self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
+        costs, self._wants_plain = self._costs.at(len(decodes)), False
+        self._promise = min(self._most_gain(len(decodes), costs), 1.0)
+        room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
+        limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
+        if self._has_credit(costs):
+            acceptance = self._acceptance(decodes)
+            choice = choose_chain(acceptance, limits, costs)
+            plain = len(decodes) / costs.plain
+            if choice.rate < plain * (1.0 + MARGIN) or not self._pays_all(choice.least):
+                choice = Choice(np.zeros(len(decodes), np.int64), plain)
+            self._choose_tree(decodes, acceptance, choice, costs)
+            if self._tree is None:
+                for state, depth in zip(decodes, choice.depths.tolist(), strict=True):
+                    if depth:
+                        self._plan[state.request_id] = (depth + 1, depth + 1)
+                    else:
+                        state.draft_hits *= IDLE_OWN
+                        state.draft_tries *= IDLE_OWN
+            if self._plan and self._costs.wants_plain(len(decodes), self._rounds(choice, plain)):
+                self._plan, self._wants_plain = {}, True
+            elif not self._plan:
+                for rate in self._general:
+                    rate.fade()
+                self._try_one(decodes, limits, costs)
+        if self._has_upkeep:
+            for state in decodes:
+                state.is_followed = state.request_id in self._plan
+
+    def _pays_all(self, least: float) -> bool:
+        """Whether drafts make each request faster, or a place that is free early is waited for:
+        those who run beside a reply have nothing of it that it ends early."""
+        return self._is_waited_for or least >= 1.0 + MARGIN
+
+    def _rounds(self, choice: Choice, plain: float) -> int:
+        """How many rounds there may be until the next step without drafts, which costs what drafts
+        gain; where a head keeps up with requests, it costs two such steps."""
+        rounds = CLOSE_ROUNDS if choice.rate < CLOSE * plain else CLEAR_ROUNDS
+        return rounds * (2 if self._has_upkeep else 1)
+
+    def _has_credit(self, costs: StepCosts) -> bool:
+        """Once it is used up, nothing is drafted until there is enough for a trial again."""
+        credit = self._credit.of(costs.plain)
+        enough = TRIAL_ROUNDS * self._trial_cost(costs) if self._is_paused else 0.0
+        self._is_paused = credit <= enough
+        return not self._is_paused
+
+    def _trial_cost(self, costs: StepCosts) -> float:
+        """What a round of a trial adds to a step, in plain steps."""
+        return (costs.round + (costs.draft + costs.node) * TRIAL_DEPTH) / costs.plain
+
+    def _can_try(self, num_rows: int, costs: StepCosts, share: float) -> bool:
+        """Whether nobody is on trial, there is ``share`` times the credit that one takes, and
+        drafts that nearly always hold would pay for so many rows."""
+        if self._trial is not None and self._step < self._trial_ends:
+            return False
+        cost = share * TRIAL_ROUNDS * self._trial_cost(costs)
+        if self._most_gain(num_rows, costs) < MARGIN:
+            return False
+        return self._has_credit(costs) and self._credit.of(costs.plain) >= min(cost, MOST_STEPS)
+
+    def _most_gain(self, num_rows: int, costs: StepCosts) -> float:
+        """What drafts that nearly always hold would add to the speed of so many rows."""
+        steps = self._shape.steps
+        chances, limits = np.full((num_rows, steps), MOST_HOPE), np.full(num_rows, steps)
+        return choose_chain(chances, limits, costs).rate * costs.plain / num_rows - 1.0
+
+    def _begin_trial(self, state: RequestState) -> None:
+        self._trial, self._trial_ends = state, self._step + TRIAL_STEPS
+
+    def _try_one(self, decodes: list[RequestState], limits: Ints, costs: StepCosts) -> None:
+        """The request on trial, or else the one that was tried least, has a chain all the same."""
+        trial = self._trial
+        if trial is None or trial not in decodes:
+            share = 2.0 if self._has_upkeep else 1.0
+            if not self._can_try(len(decodes), costs, share):
+                return
+            trial = min(decodes, key=lambda state: state.num_draft_rounds)
+            self._begin_trial(trial)
+        depth = min(TRIAL_DEPTH, int(limits[decodes.index(trial)]))
+        is_over = trial.draft_tries >= TRIAL_DRAFTS or self._step >= self._trial_ends
+        if is_over or not depth:
+            self._trial = None
+            return
+        self._plan[trial.request_id] = (depth + 1, depth + 1)
+
+    def _general_chances(self) -> Floats:
+        return np.array([rate.hope for rate in self._general])
+
+    def _acceptance(self, decodes: Sequence[RequestState]) -> Floats:
+        """``[B, K]``: that of everybody by depth, moved as far as each request differs from it."""
+        general = self._general_chances()
+        tries = np.array([s.draft_tries for s in decodes])
+        hits = np.array([s.draft_hits for s in decodes])
+        own = (hits + OWN_WEIGHT * general[0]) / (tries + OWN_WEIGHT)
+        if self._has_upkeep:
+            own *= np.where([s.is_followed for s in decodes], 1.0, self._late)
+        chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, MOST_HOPE)
+        return chances
+
+    def _choose_tree(
+        self, decodes: Sequence[RequestState], acceptance: Floats, chain: Choice, costs: StepCosts
+    ) -> None:
+        """Wider drafts for all, where they are thought to be better than the best chains."""
+        num_rows, best = len(decodes), chain.rate * (1.0 + TREE_MARGIN)
+        if num_rows > MAX_TREE_ROWS or not all(state.is_followed for state in decodes):
+            return
+        for i, tree in enumerate(self._trees):
+            expected = self._tree_gain(i, acceptance[:, : tree.steps])
+            wider = self._costs.draft_of(num_rows, num_rows * tree.topk)
+            costs_of_tree = StepCosts(costs.plain, costs.node, wider, costs.round)
+            gain = float(expected.mean())
+            rate = tree_rate(gain, num_rows, tree.nodes, tree.steps, costs_of_tree)
+            seconds = num_rows * (1.0 + gain) / rate
+            least = (1.0 + float(expected.min())) * costs.plain / seconds
+            if rate > best and self._pays_all(least):
+                best, self._tree, self.topk = rate, i, tree.topk
+                for state, own in zip(decodes, expected.tolist(), strict=True):
+                    self._plan[state.request_id] = (tree.nodes, tree.steps + 1)
+                    self._expected[state.request_id] = own
+
+    def _tree_gain(self, index: int, acceptance: Floats) -> Floats:
+        """``[B]`` drafts accepted by a tree: a guess, times what the guess was worth so far."""
+        wider = acceptance + (1.0 - acceptance) * SECOND_CHANCE
+        guess: Floats = np.cumprod(wider, axis=1).sum(axis=1)
+        measured = self._tree_gains[index]
+        return guess if measured is None else guess * measured.value
+
+    def limit(self, state: RequestState) -> tuple[int, int]:
+        """See ``Drafting``."""
+        return self._plan.get(state.request_id, NO_DRAFTS)
+
+    # ---- learn ----------------------------------------------------------------------------------
+
+    def learn(self, state: RequestState, num_nodes: int, num_accepted: int, depth: int) -> None:
+        """See ``Drafting``."""
+        super().learn(state, num_nodes, num_accepted, depth)
+        self._accepted.append(num_accepted)
+        if num_nodes <= 1:
+            return
+        expected = self._expected.get(state.request_id)
+        if expected is not None and self._tree is not None:
+            gain = self._tree_gains[self._tree] or Rate(tries=4.0, hits=4.0)
+            gain.add(num_accepted, expected)
+            self._tree_gains[self._tree] = gain
+            return
+        tried = min(num_accepted + 1, depth)
+        state.draft_hits = state.draft_hits * FORGET_OWN + num_accepted
+        state.draft_tries = state.draft_tries * FORGET_OWN + tried
+        for d in range(tried):
+            self._general[d].add(float(d < num_accepted), 1.0)
+
+    def learn_time(self, num_rows: int, num_nodes: int, depth: int, seconds: float) -> None:
+        """See ``Drafting``."""
+        accepted, self._accepted = self._accepted, []
+        self._credit.earn(seconds * self._promise)
+        if num_nodes == num_rows:
+            if depth == 0 and self._is_plain:
+                self._costs.note_plain(num_rows, seconds)
+            elif depth:  # looked for drafts, and found none
+                plain = self._costs.at(num_rows).plain
+                self._credit.take(min(seconds, MOST_LOOKUP * plain) - plain)
+            return
+        seconds = self._costs.note_round(num_rows, num_nodes - num_rows, depth, seconds)
+        plain = self._costs.at(num_rows).plain
+        gained = sum(accepted) / num_rows
+        if not self._is_waited_for:
+            gained = min(accepted) if len(accepted) >= num_rows else 0.0
+        self._credit.take(seconds - plain * (1.0 + gained))
+
+
+def make_drafting(spec: SpecConfig | None, costs: RoundCosts | None) -> Drafting:
+    """The way that ``spec`` asks for. ``costs``: as measured; None: a guess."""
+    if spec is not None and spec.is_automatic:
+        return AutomaticDrafting(spec, costs)
+    return Drafting(spec)
