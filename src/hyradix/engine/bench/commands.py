@@ -154,8 +154,8 @@ def _print_start(report: dict[str, Any]) -> None:
     print(f"{report['model']}, {report['weights']['dtype']} on {report['device']}")
     for log, start in report["start"].items():
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start["stages_s"].items())
-        of_log = "" if log is None else f"log {log}: "
-        print(f"{of_log}ready in {start['ready_s']:.1f} s ({stages})")
+        label = "by device" if log == "None" else log
+        print(f"log {label}: ready in {start['ready_s']:.1f} s ({stages})")
     rates = report["bandwidth_tb_s"]
     print(
         f"copy {rates['copy'] * 1e3:.0f} GB/s, read {rates['read'] * 1e3:.0f} GB/s, "
