@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from hyradix.engine.demo import demo_directory
+from hyradix.kernels.ops import load_ops
 from hyradix.models.decoder import Decoder
-from hyradix.models.loader import load_model, model_facts
+from hyradix.models.loader import DTYPES, build_model, init_random, load_config, model_facts
 from hyradix.spec_config import ProposerName
 from hyradix.text.tokenizer import Tokenizer
 from tests.support.demo import Engines
@@ -26,11 +27,11 @@ CONFIG = {
 
 
 def load(directory: Path, backend: str, device: str = "cpu", dtype: str = "float32") -> Decoder:
-    """The model with random weights; ``directory`` gets its config."""
+    """The model with the same random weights on every device; ``directory`` gets its config."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    return load_model(
-        directory, load_format="dummy", backend=backend, device=device, dtype=dtype, seed=3
-    )
+    config = load_config(directory)
+    ops = load_ops(backend, device=device, dtype=DTYPES[dtype])
+    return build_model(config, init_random(config, seed=3), ops, dtype=dtype)
 
 
 class TinyEngines(Engines):

@@ -23,7 +23,7 @@ from tests.runner.device.served import (
 )
 
 pytestmark = pytest.mark.slow
-DELAY_MS = 20.0
+DELAY_MS = 60.0
 LATE = {"decode_log": 4, "overlap": True, "states": 16, "kv_slots": 400, "track_interval": 4}
 
 

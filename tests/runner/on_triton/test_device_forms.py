@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,9 +40,11 @@ def no_waiting(device: torch.device) -> Iterator[None]:
             return plain(self, *args, **kwargs)
 
         patch.setattr(torch.Tensor, name, watched)
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     try:
+        if device.type == "cuda":
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+                torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         patch.undo()
