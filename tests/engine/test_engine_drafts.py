@@ -37,8 +37,8 @@ def test_a_reply_without_drafts_can_be_drafted_from(mode: str) -> None:
     engine = DemoEngines().make(
         spec="mtp", spec_steps=3, spec_state=mode, max_requests=1, kv_slots=512, num_threads=1
     )
-    assert isinstance(engine._runner, ModelRunner)
-    engine._runner.poison_kv(list(range(513)))
+    assert isinstance(engine.runner, ModelRunner)
+    engine.runner.poison_kv(list(range(513)))
     prompt = engine._tokenizer.encode("Tell me something about animals.").tolist()
     reply, _ = serve(engine, prompt, is_followed=False)
     assert engine.stats().num_draft_rounds == 0

@@ -15,10 +15,10 @@ class Recorder:
     """A runner that notes how many steps were in flight."""
 
     def __init__(self, engine: Engine) -> None:
-        self._runner = engine._runner
+        self._runner = engine.runner
         self.num_in_flight = 0
         self.most_in_flight = 0
-        engine._runner = self
+        engine.runner = self
 
     def submit(self, batch: ScheduledBatch) -> None:
         self.num_in_flight += 1

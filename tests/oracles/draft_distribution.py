@@ -96,7 +96,7 @@ def draw(engines: DemoEngines, job: Job) -> list[Counter[int]]:
 
 
 def _plant(engine: Engine, share: float) -> None:
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     runner._sampler.__class__ = BiasedSampler
     runner._sampler.share = share
 

@@ -67,7 +67,7 @@ class Engine:
         """What the parts of the last step took."""
         self.scheduler = Scheduler(config, self, costs=costs)
         self._config = config
-        self._runner = runner
+        self.runner = runner
         self._tokenizer = tokenizer
         self._replies: dict[str, _Reply] = {}
         self._outbox: list[RequestOutput] = []
@@ -106,11 +106,11 @@ class Engine:
         batch = self.scheduler.schedule()
         times.end("schedule")
         if batch is not None:
-            self._runner.submit(batch)
+            self.runner.submit(batch)
             times.end("submit")
         may_run_on = 1 if self._config.overlap and batch is not None else 0
         if self.scheduler.num_in_flight > may_run_on:
-            step = self._runner.collect()
+            step = self.runner.collect()
             times.end("wait")
             news = self.scheduler.commit(step)
             outputs += [self._render(item) for item in news]

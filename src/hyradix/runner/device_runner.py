@@ -57,10 +57,11 @@ class DeviceRunner:
         self._sampler = sampler
         self._controls = RowControls(config.max_requests)
         self._in_flight: deque[tuple[StepPlan, Launched]] = deque()
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        """All work of the runner; None on the CPU."""
         with torch.inference_mode(), self._on_stream():
             self.launcher = Launcher(model, config, sampler, before_forward, has_graphs)
-        if self._stream is not None:  # weights were loaded on another stream
+        if self.stream is not None:  # weights were loaded on another stream
             torch.cuda.synchronize(self._device)
 
     @property
@@ -102,7 +103,7 @@ class DeviceRunner:
         rehearse(
             self,
             lambda done, total: on_progress("kernels", done, total),
-            is_device=self._stream is not None,
+            is_device=self.stream is not None,
         )
         with self._on_stream():
             self.launcher.rehearse_moves()
@@ -114,7 +115,7 @@ class DeviceRunner:
 
         0 on the CPU, where nobody asks.
         """
-        if self._stream is None:
+        if self.stream is None:
             return 0
         rehearse_largest(self)  # what torch's libraries keep from their first call is no peak
         self.wait()
@@ -126,8 +127,8 @@ class DeviceRunner:
 
     def wait(self) -> None:
         """Until everything launched has run."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
 
     @torch.inference_mode()
     def poison_kv(self, slots: list[int]) -> None:
@@ -144,7 +145,7 @@ class DeviceRunner:
     # ---- parts ----------------------------------------------------------------------------------
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _init_rows(self, batch: ScheduledBatch) -> None:
         """Tell both samplers who entered, with the tokens that came in the same batch."""

@@ -49,7 +49,7 @@ def expected(world: World) -> Replies:
 
 def served(world: World, device: torch.device, traffic: tuple[Arrival, ...], **options) -> Replies:
     engine = world.engine(world.model("triton", str(device)), DeviceRunner, **options)
-    runner = engine._runner
+    runner = engine.runner
     poison_all(runner, engine.scheduler.config)
     Poisoner(engine.scheduler.cache, runner)
     replies = serve(engine, traffic)

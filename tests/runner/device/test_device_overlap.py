@@ -76,11 +76,11 @@ def late(world: World, device: torch.device, **options):
         lambda *parts: DeviceRunner(*parts, before_forward=delay),
         **{**LATE, **options},
     )
-    runner = engine._runner
+    runner = engine.runner
     poison_all(runner, engine.scheduler.config)
     Poisoner(engine.scheduler.cache, runner)
-    engine._runner = Recorder(runner)
-    return engine, engine._runner, delay
+    engine.runner = Recorder(runner)
+    return engine, engine.runner, delay
 
 
 @pytest.mark.parametrize("decode_log", [2, 0])

@@ -51,8 +51,8 @@ def test_an_engine_is_built_on_the_asynchronous_runner(world: World, checkpoint:
     options = {**SIZES, "model": str(checkpoint), "device": "cpu", "dtype": "float32"}
     settings = Settings(**options, decode_log=4, overlap=True)
     engine = build_engine(settings, lambda *news: told.append(news), backend="triton")
-    assert isinstance(engine._runner, DeviceRunner)
-    assert engine._runner.measure_peak() == 0
+    assert isinstance(engine.runner, DeviceRunner)
+    assert engine.runner.measure_peak() == 0
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
     assert stages == ["weights", "kernels", "graphs"]
     sizes = len(ladder(3))
@@ -66,8 +66,8 @@ def test_drafts_take_the_synchronous_runner_on_the_same_kernels(checkpoint: Path
     options = {**SIZES, "model": str(checkpoint), "device": "cpu", "dtype": "float32"}
     settings = Settings(**options, spec="ngram", spec_steps=2, spec_state="log")
     engine = build_engine(settings, lambda *_: None, backend="triton")
-    assert isinstance(engine._runner, ModelRunner)
-    assert engine._runner.pools.kv.k.device.type == "cpu"
+    assert isinstance(engine.runner, ModelRunner)
+    assert engine.runner.pools.kv.k.device.type == "cpu"
 
 
 def test_bfloat16_steps_are_the_synchronous_runners(world: World, device: torch.device) -> None:
@@ -77,8 +77,8 @@ def test_bfloat16_steps_are_the_synchronous_runners(world: World, device: torch.
     model = world.model("triton", str(device), "bfloat16")
     options = {"decode_log": 4, "overlap": True}
     engine = world.engine(model, DeviceRunner, **options)
-    poison_all(engine._runner, engine.scheduler.config)
-    pools = engine._runner.pools
+    poison_all(engine.runner, engine.scheduler.config)
+    pools = engine.runner.pools
     assert pools.kv.k.dtype == pools.states.conv.dtype == torch.bfloat16
     assert pools.states.recurrent.dtype == torch.float32
     twin = world.engine(model, ModelRunner, **{**options, "overlap": False})

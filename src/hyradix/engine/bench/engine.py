@@ -89,9 +89,14 @@ class Step:
 
 
 class DeviceClock:
-    """Events around what ``submit`` launches, on the stream that is current."""
+    """Events around what ``submit`` launches, on the runner's stream.
 
-    def __init__(self) -> None:
+    The first passes when the step before has run, or at once where nothing is left to run: a wait
+    for the host is part of what is measured.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
         self._begin: torch.cuda.Event | None = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -99,10 +104,10 @@ class DeviceClock:
         """See ``StepTimes.observer``."""
         if part == "schedule":
             self._begin = torch.cuda.Event(enable_timing=True)
-            self._begin.record()
+            self._begin.record(self._stream)
         elif part == "submit" and self._begin is not None:
             end = torch.cuda.Event(enable_timing=True)
-            end.record()
+            end.record(self._stream)
             self._events.append((self._begin, end))
 
     def take(self) -> list[float]:
@@ -124,7 +129,8 @@ class Driver:
         self._count = itertools.count()
         self._device_clock: DeviceClock | None = None
         if self.engine.info.device == "cuda":
-            self._device_clock = self.engine.times.observer = DeviceClock()
+            stream = getattr(self.engine.runner, "stream", None)  # with drafts: the default one
+            self._device_clock = self.engine.times.observer = DeviceClock(stream)
 
     def ids(self, count: int) -> np.ndarray:
         """Random token ids."""
