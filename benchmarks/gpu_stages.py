@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,10 @@ def stages(place: Place) -> list[Stage]:
     return [
         _kernel_checks(place),
         _o1(place, "o1_float32", "float32", 1e-4),
+        _start(place),
         _decode(place),
         _prefill(place),
+        _memory(place),
         _kernel_times(place),
         _families(place),
         _o1(place, "o1_bfloat16", "bfloat16", 5e-2),
@@ -179,6 +181,26 @@ def _engine(place: Place, *options: str) -> list[str]:
     overlap = ["--overlap", "on"] if place.is_gpu else []
     shared = ["--random-weights", config, "--device", place.device, *dtype, *overlap]
     return [*HYRADIX, "bench", "engine", *shared, *options]
+
+
+def _start(place: Place) -> Stage:
+    """From nothing: no kernel was compiled on this machine yet."""
+    sizes = "--batch 1 --prompt 12 --output 8 --repeats 1"
+    environment = {"TRITON_CACHE_DIR": str(place.scratch / "empty_cache")}
+    stage = _with_json(place, "start", 120, _engine(place, *sizes.split()), _start_figures)
+    return replace(stage, environment=environment)
+
+
+def _start_figures(report: dict[str, Any]) -> dict[str, Any]:
+    (start,) = report["start"].values()
+    return {"process_to_ready_s": report["process_to_ready_s"], **start["stages_s"]}
+
+
+def _memory(place: Place) -> Stage:
+    if not place.is_gpu:
+        return Stage("memory", 0, skipped="needs a GPU")
+    command = [PYTHON, "benchmarks/gpu_memory.py", "--shape", SHAPE]
+    return _with_json(place, "memory", 120, command, lambda report: dict(report["results"]))
 
 
 def _decode(place: Place) -> Stage:

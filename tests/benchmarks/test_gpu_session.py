@@ -15,8 +15,8 @@ from benchmarks.gpu_session import Session, main, run_stage, table
 from benchmarks.gpu_stages import Place, Stage, _memcheck, _pytest, ncu, stages
 
 NAMES = [
-    "kernel_checks", "o1_float32", "decode", "prefill", "kernel_times", "families", "o1_bfloat16",
-    "http", "ncu_1", "ncu_2", "ncu_3", "sanitizer",
+    "kernel_checks", "o1_float32", "start", "decode", "prefill", "memory", "kernel_times",
+    "families", "o1_bfloat16", "http", "ncu_1", "ncu_2", "ncu_3", "sanitizer",
 ]  # fmt: skip
 
 
