@@ -290,7 +290,7 @@ def _tokens(
         torch.tensor(starts, dtype=torch.int32).to(device), torch.from_numpy(blocks).to(device),
         table.to(device),
     )  # fmt: skip
-    return DeviceTokens(positions.to(device), slots.to(device), queries, config)
+    return DeviceTokens.whole(positions.to(device), slots.to(device), queries, config)
 
 
 def _check_latent(
@@ -300,7 +300,7 @@ def _check_latent(
     starts = [65, 0, 130, 7][: len(counts)]
     raw, tokens = _latent_weights(), _tokens(counts, starts, dtype.itemsize, device)
     weights, total = DeviceLatent.of(raw, device, dtype), sum(counts)
-    table = tokens.queries.kv_table.cpu().long()
+    table = tokens.parts[0].queries.kv_table.cpu().long()
     pool = torch.full((table.numel() + 1, 1, 576), NAN)
     for row, start in enumerate(starts):
         pool[table[row, :start]] = torch.randn(start, 1, 576)

@@ -20,6 +20,7 @@ from hyradix.kernels.device_forms import (
     DeviceSingles,
     DeviceStates,
     DeviceTokens,
+    Part,
 )
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.state_slots.triton import Registry, move_rows_
@@ -102,25 +103,16 @@ class FormMaker:
     def _device_step(
         self, prefill: list[int], decodes: int, log: DraftBuffers | None
     ) -> tuple[Any, ForwardContext]:
-        counts = prefill + [1] * decodes
-        total, longest = sum(counts), max(counts)
-        config, cu = self._config, _offsets(counts)
-        group = config.num_heads // config.num_kv_heads
-        attend = attend_config(
-            self._ops.device, rows=longest * group, programs=len(counts) * config.num_kv_heads,
-            dim=config.head_dim, can_split=longest == 1, itemsize=self._ops.dtype.itemsize,
-        )  # fmt: skip
-        blocks = query_blocks(cu, tokens_per_block(attend, group))
-        rows = self._numbers(np.arange(len(counts)))
-        queries = DeviceQueries(
-            self._numbers(cu), rows, self._numbers([5] * len(counts)), self._numbers(blocks),
-            self._kv_table,
-        )  # fmt: skip
-        tokens = DeviceTokens(self._ids(total), self._ids(total), queries, attend)
         states, singles, roots = None, None, None
+        first, parts = sum(prefill), []
+        total = first + decodes
         if prefill:
             states = DeviceStates.of(_states(prefill), self._ops.device)
-        slots, first = self._numbers(np.arange(decodes) + 1), sum(prefill)
+            parts.append(self._part(prefill, 0, 0))
+        if decodes:
+            parts.append(self._part([1] * decodes, len(prefill), first))
+        tokens = DeviceTokens(self._ids(total), self._ids(total), tuple(parts))
+        slots = self._numbers(np.arange(decodes) + 1)
         if decodes and log is None:
             singles = DeviceSingles(first, slots)
         elif decodes:
@@ -128,6 +120,21 @@ class FormMaker:
         layers = () if log is None else log.layers
         forms: Any = DeviceRows(states, singles), tokens, self._memory, roots, layers
         return self._ids(total), ForwardContext(*forms)
+
+    def _part(self, counts: list[int], first_row: int, first: int) -> Part:
+        """Rows that attend together, as the runner has them; their tokens stand from ``first``."""
+        longest, config, cu = max(counts), self._config, _offsets(counts)
+        group = config.num_heads // config.num_kv_heads
+        attend = attend_config(
+            self._ops.device, rows=longest * group, programs=len(counts) * config.num_kv_heads,
+            dim=config.head_dim, can_split=longest == 1, itemsize=self._ops.dtype.itemsize,
+        )  # fmt: skip
+        blocks = query_blocks(cu, tokens_per_block(attend, group))
+        queries = DeviceQueries(
+            self._numbers(cu), self._numbers(np.arange(len(counts)) + first_row),
+            self._numbers([5] * len(counts)), self._numbers(blocks), self._kv_table,
+        )  # fmt: skip
+        return Part(slice(first, first + sum(counts)), queries, attend)
 
     def _host_step(self, counts: list[int]) -> tuple[Any, ForwardContext]:
         """As the synchronous runner runs rows that prefill and decode."""

@@ -150,8 +150,11 @@ class CompiledOps:
     ) -> Array:
         return self.activate(self.norm_linear(x, norm, weight), activation)
 
-    def logits(self, x: Array, norm: Norm, weight: RowMajorLinear) -> torch.Tensor:
-        return torch.from_numpy(self.norm_linear(x, norm, weight))
+    def logits(
+        self, x: Array, norm: Norm, weight: RowMajorLinear, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        found = torch.from_numpy(self.norm_linear(x, norm, weight))
+        return found if out is None else out.copy_(found)
 
     def linear_add(self, x: Array, weight: RowMajorLinear, residual: Array) -> Array:
         if self._is_small(x, weight):

@@ -1,8 +1,8 @@
 """What a step's rows are on a GPU: the forms that ``TritonOps`` takes in place of the ragged ones.
 
 Owns: ``DeviceStates`` (prefill), ``DeviceSingles`` and ``DeviceRoots`` (decode), ``DeviceTokens``
-(attention). Draft trees: ``tree_recurrence/triton_verify.DeviceTrees``. Does not know: who makes
-them, host tables, layers.
+of ``Part``s (attention). Draft trees: ``tree_recurrence/triton_verify.DeviceTrees``. Does not know:
+who makes them, host tables, layers.
 
 Invariants:
 - Index tensors are int32 on the device and of padded size: nothing here depends on values that the
@@ -95,13 +95,43 @@ class DeviceRoots:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens that attend in one launch.
+
+    tokens: where they stand in the step; ``queries`` counts them from 0, and its blocks were made
+    for ``config``.
+    """
+
+    tokens: slice
+    queries: DeviceQueries
+    config: AttendConfig
+
+    @property
+    def num_pairs(self) -> int:
+        """(token, split) pairs that leave a part of an output in scratch; 0: none does."""
+        splits = self.config.splits
+        return (self.tokens.stop - self.tokens.start) * splits if splits > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceTokens:
     """``ForwardContext.queries``: all T tokens, prefill, decodes and nodes alike.
 
-    positions, write_slots: ``int32[T]``. ``queries.blocks`` were made for ``config``.
+    positions, write_slots: ``int32[T]``. parts: every token is in one of them.
     """
 
     positions: torch.Tensor
     write_slots: torch.Tensor
-    queries: DeviceQueries
-    config: AttendConfig
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(
+        cls,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        queries: DeviceQueries,
+        config: AttendConfig,
+    ) -> DeviceTokens:
+        """All tokens in one part."""
+        part = Part(slice(0, positions.shape[0]), queries, config)
+        return cls(positions, write_slots, (part,))

@@ -106,8 +106,10 @@ class Ops(Protocol):
     ) -> Array:
         """``activate`` of ``norm_linear``."""
 
-    def logits(self, x: Array, norm: Any, weight: Any) -> torch.Tensor:
-        """``norm_linear`` as a float32 tensor."""
+    def logits(
+        self, x: Array, norm: Any, weight: Any, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``norm_linear`` as a float32 tensor; out: ``[T, O]``, contiguous, that is to be it."""
 
     def linear_add(self, x: Array, weight: Any, residual: Array) -> Array:
         """x ``[T, I]`` times weight, plus residual ``[T, O]``; its memory may be the result's."""

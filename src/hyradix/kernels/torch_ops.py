@@ -99,8 +99,16 @@ class TorchOps:
     ) -> torch.Tensor:
         return activate(self.norm_linear(x, norm, weight), activation)
 
-    def logits(self, x: torch.Tensor, norm: Norm, weight: PackedLinear) -> torch.Tensor:
-        return self.norm_linear(x, norm, weight)
+    def logits(
+        self,
+        x: torch.Tensor,
+        norm: Norm,
+        weight: PackedLinear,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found = self.norm_linear(x, norm, weight)
+        return found if out is None else out.copy_(found)
 
     def linear_add(
         self, x: torch.Tensor, weight: PackedLinear, residual: torch.Tensor

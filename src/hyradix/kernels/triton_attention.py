@@ -25,7 +25,6 @@ from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.mla.triton import DeviceLatent, LatentScratch, latent_attention
 from hyradix.kernels.triton_batches import Batches
 from hyradix.kernels.triton_dense import DenseOps
-from hyradix.kernels.triton_tokens import TokenForms
 
 Queries = RaggedQueries | DeviceTokens
 LEAST_PARTS = 1024
@@ -85,17 +84,14 @@ class AttentionOps(DenseOps):
         self,
         q: torch.Tensor,
         gate: torch.Tensor | None,
-        forms: TokenForms,
+        forms: DeviceTokens,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
         heads, dim = q.shape[1], v.shape[2]
         out = q.new_empty(q.shape[0], heads * dim)
         for part in forms.parts:
-            there = part.tokens
-            num_parts = max((there.stop - there.start) * part.config.splits, LEAST_PARTS)
-            if part.config.splits == 1:
-                num_parts = 1
+            there, num_parts = part.tokens, max(part.num_pairs, LEAST_PARTS)
             attention_kernels.attend(
                 q[there], part.queries, k, v, q.shape[2] ** -0.5, part.config,
                 self._scratch.get(AttendScratch, num_parts, heads, dim), out[there],
@@ -116,13 +112,7 @@ class AttentionOps(DenseOps):
         sizes = (heads, weights.rank, weights.num_shared)
         scratch = self._scratch.get(self._latent_scratch, num_tokens, *sizes)
         out = projected.new_empty(num_tokens, heads * weights.values.shape[2])
-        for part in forms.parts:
-            there = part.tokens
-            tokens = DeviceTokens(
-                forms.positions[there], forms.write_slots[there], part.queries, part.config
-            )
-            latent_attention(projected[there], weights, tokens, pool, scratch, out[there])
-        return out
+        return latent_attention(projected, weights, forms, pool, scratch, out)
 
     def _latent_scratch(
         self, capacity: int, heads: int, rank: int, shared: int, device: torch.device

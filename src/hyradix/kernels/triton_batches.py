@@ -25,7 +25,7 @@ from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.memory import upload
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.triton_verify import DeviceTrees
-from hyradix.kernels.triton_tokens import Part, TokenForms, host_tokens
+from hyradix.kernels.triton_tokens import host_tokens
 
 Tokens = slice | torch.Tensor
 """Tokens of the step: a run of them, or ``int64`` numbers on the device."""
@@ -92,12 +92,11 @@ class Batches:
 
     def tokens(
         self, batch: RaggedQueries | DeviceTokens, heads: int, kv_heads: int, dim: int
-    ) -> TokenForms:
+    ) -> DeviceTokens:
         """What the tokens see, for layers of such a shape."""
         if isinstance(batch, DeviceTokens):
-            part = Part(slice(0, len(batch.positions)), batch.queries, batch.config)
-            return TokenForms(batch.positions, batch.write_slots, (part,))
-        forms: TokenForms = self._once(
+            return batch
+        forms: DeviceTokens = self._once(
             (heads, kv_heads, dim),
             batch,
             lambda: host_tokens(

@@ -86,16 +86,21 @@ class DenseOps:
             return few_rows_linear(x, weight, out, norm=weights, eps=eps, is_swiglu=True)
         return self.activate(self.norm_linear(x, norm, weight), activation)
 
-    def logits(self, x: torch.Tensor, norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, x: torch.Tensor, norm: Norm, weight: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
         if _is_fused(x, weight):
             weights, eps = norm
-            out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
             return few_rows_linear(x, weight, out, norm=weights, eps=eps)
         normed = _normed(x, norm, weight.dtype)
-        if weight.dtype != torch.float32 and x.is_cuda:
-            wide: torch.Tensor = torch.mm(normed, weight.t(), out_dtype=torch.float32)
+        if weight.dtype == torch.float32:
+            return torch.mm(normed, weight.t(), out=out)
+        if x.is_cuda:
+            wide: torch.Tensor = torch.mm(normed, weight.t(), out_dtype=torch.float32, out=out)
             return wide
-        return F.linear(normed, weight).float()
+        return out.copy_(F.linear(normed, weight))
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if _is_fused(x, weight):

@@ -11,7 +11,6 @@ Read next: ``attention/queries.py``, ``attention/triton.py``, ``triton_batches.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,31 +19,14 @@ import torch
 
 from hyradix.kernels.attention.queries import SHORT, Int32Array, RaggedQueries
 from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
+from hyradix.kernels.device_forms import DeviceTokens, Part
 from hyradix.kernels.memory import upload
-from hyradix.kernels.triton_table import AttendConfig, attend_config
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive tokens that attend in one launch."""
-
-    tokens: slice
-    queries: DeviceQueries
-    config: AttendConfig
-
-
-@dataclass(frozen=True, slots=True)
-class TokenForms:
-    """All tokens of a step, as attention takes them."""
-
-    positions: torch.Tensor
-    write_slots: torch.Tensor
-    parts: tuple[Part, ...]
+from hyradix.kernels.triton_table import attend_config
 
 
 def host_tokens(
     batch: RaggedQueries, group: int, kv_heads: int, dim: int, itemsize: int, device: torch.device
-) -> TokenForms:
+) -> DeviceTokens:
     """For layers with ``group`` query heads to each of ``kv_heads`` heads of ``dim`` numbers."""
     counts, starts, table = np.diff(batch.cu_seqlens), batch.starts, _compact_table(batch)
     num_rows, num_trees = len(batch.rows), batch.num_trees
@@ -75,7 +57,7 @@ def host_tokens(
             first=batch.first,
         )
         parts.append(Part(slice(begin, end), queries, config))
-    return TokenForms(
+    return DeviceTokens(
         upload(batch.positions, device), upload(batch.write_slots, device), tuple(parts)
     )
 

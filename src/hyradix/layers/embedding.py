@@ -34,6 +34,8 @@ class Embedding:
         x = self._ops.embed(self._weight, token_ids)
         return x if self._multiplier == 1.0 else x * self._multiplier
 
-    def logits(self, hidden: Array, norm: RmsNorm) -> torch.Tensor:
-        """``[M, hidden]``, not normalised yet -> float32 ``[M, vocab]``."""
-        return self._ops.logits(hidden, norm.packed, self._head)
+    def logits(
+        self, hidden: Array, norm: RmsNorm, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[M, hidden]``, not normalised yet -> float32 ``[M, vocab]``, in ``out`` if given."""
+        return self._ops.logits(hidden, norm.packed, self._head, out=out)

@@ -102,6 +102,6 @@ class Decoder:
         """``[M, hidden]`` of ``forward`` -> h, what draft heads take: after the final norm."""
         return self.ops.norm(hidden, self._norm.packed)
 
-    def logits(self, hidden: Array) -> torch.Tensor:
-        """``[M, hidden]`` of ``forward`` -> float32 ``[M, vocab]``."""
-        return self._embedding.logits(hidden, self._norm)
+    def logits(self, hidden: Array, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``[M, hidden]`` of ``forward`` -> float32 ``[M, vocab]``, in ``out`` if given."""
+        return self._embedding.logits(hidden, self._norm, out=out)

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyradix.kernels.attention.triton import query_blocks, tokens_per_block
+from hyradix.kernels.attention.triton import query_blocks
 from hyradix.kernels.gated_delta_rule.triton import chunk_table
-from hyradix.kernels.triton_table import AttendConfig
 from hyradix.request import (
     BoolArray,
     Int32Array,
@@ -158,7 +157,7 @@ class Planner:
 
     # ---- steps with prefill ---------------------------------------------------------------------
 
-    def lay_out(self, plan: StepPlan, config: AttendConfig, group: int) -> None:
+    def lay_out(self, plan: StepPlan) -> None:
         """Put what a step that is no padded decode needs of all its tokens into ``plan.arrays``."""
         batch, order, cu = plan.batch, plan.order, plan.cu_tokens
         rows, starts, counts = batch.rows[order], batch.starts[order], np.diff(cu)
@@ -169,39 +168,36 @@ class Planner:
         ends = (starts + counts)[plan.sampling]
         sampled = rows[plan.sampling]
         plan.arrays.update(
-            cu_tokens=cu,
-            rows=rows,
-            starts=starts,
             positions=positions.astype(np.int32),
             write_slots=np.where(is_written, kv_slots, np.int32(0)),
             token_at=self._tables.token_at(token_rows, positions),
-            blocks=query_blocks(cu, tokens_per_block(config, group)),
             last=cu[1:][plan.sampling] - np.int32(1),
             next_at=self._tables.token_at(sampled, ends),
         )
-        if plan.num_prefill:
-            self._prefill(plan, rows, starts, counts)
 
-    def _prefill(
-        self, plan: StepPlan, rows: Int32Array, starts: Int32Array, counts: Int32Array
-    ) -> None:
-        """Arguments of ``DeviceStates``."""
+    def lay_out_prefill(self, plan: StepPlan, tokens_per_block: int) -> None:
+        """The same of its rows that prefill: arguments of ``DeviceStates`` and ``DeviceQueries``.
+
+        tokens_per_block: of attention.
+        """
         number = plan.num_prefill
-        assert (counts[:number] > 0).all(), "a sequence without tokens"
-        cu_seqlens = plan.cu_tokens[: number + 1].copy()
-        offsets, save_at, save_slots = order_saves(
-            plan.batch.saves, rows[:number], starts[:number], counts[:number]
-        )
+        index, cu_seqlens = plan.order[:number], plan.cu_tokens[: number + 1].copy()
+        rows, starts, counts = plan.batch.rows[index], plan.batch.starts[index], np.diff(cu_seqlens)
+        assert (counts > 0).all(), "a sequence without tokens"
+        offsets, save_at, save_slots = order_saves(plan.batch.saves, rows, starts, counts)
         table, chunk_offsets = chunk_table(cu_seqlens, offsets, save_at, save_slots)
         plan.arrays.update(
             seq_cu=cu_seqlens,
-            seq_of=np.repeat(np.arange(number, dtype=np.int32), counts[:number]),
+            seq_rows=rows,
+            seq_starts=starts,
+            seq_blocks=query_blocks(cu_seqlens, tokens_per_block),
+            seq_of=np.repeat(np.arange(number, dtype=np.int32), counts),
             seq_save_offsets=offsets,
             seq_save_at=save_at,
             seq_save_slots=save_slots,
             seq_chunks=table,
             seq_chunk_offsets=chunk_offsets,
-            seq_slots=plan.batch.state_slots[plan.order[:number]].astype(np.int32),
+            seq_slots=plan.batch.state_slots[index].astype(np.int32),
         )
 
 

@@ -6,6 +6,8 @@ Does not know: batches, the host, sampling beyond the argmax.
 Invariants:
 - ``decode(size)`` reads static memory only, so it can be captured; a mixed step runs the same model
   over what was sent for it.
+- Rows that decode attend by themselves, in a mixed step too: their long keys are split over
+  programs, which a chunk's are not.
 - The configuration of attention follows from sizes, never from values.
 Read next: ``device_runner.py``, ``kernels/device_forms.py``.
 """
@@ -18,13 +20,14 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
-from hyradix.kernels.attention.triton import DeviceQueries
+from hyradix.kernels.attention.triton import DeviceQueries, tokens_per_block
 from hyradix.kernels.device_forms import (
     DeviceRoots,
     DeviceRows,
     DeviceSingles,
     DeviceStates,
     DeviceTokens,
+    Part,
 )
 from hyradix.kernels.gated_delta_rule.triton import Chunks
 from hyradix.kernels.triton_table import AttendConfig, attend_config
@@ -82,13 +85,19 @@ class DeviceForward:
     def decode(self, size: int) -> None:
         """Fill ``logits`` and ``found``, and put the greedy tokens into the token table."""
         columns = self._columns[size]
-        logits = self._model.logits(self._hidden(columns, size))
-        self.logits[:size].copy_(logits)
+        logits = self._model.logits(self._hidden(columns, size), out=self.logits[:size])
         found = self.found[:, :size]
         best_of(logits, found)
         self._tables.tokens.scatter_(0, columns.next_at, found[0])
 
     def _hidden(self, columns: DecodeColumns, size: int) -> torch.Tensor:
+        part = self._decode_part(columns, size, 0)
+        tokens = DeviceTokens(columns.positions, columns.write_slots, (part,))
+        token_ids = self._tables.tokens.index_select(0, columns.token_at)
+        return self._run(token_ids, tokens, None, columns, 0)
+
+    def _decode_part(self, columns: DecodeColumns, size: int, first: int) -> Part:
+        """Of ``size`` rows, whose tokens stand from ``first`` on."""
         queries = DeviceQueries(
             self._offsets[: size + 1],
             columns.rows,
@@ -96,36 +105,42 @@ class DeviceForward:
             self._blocks[:size],
             self._tables.kv_slots,
         )
-        config = self._attend_config(1, size)
-        tokens = DeviceTokens(columns.positions, columns.write_slots, queries, config)
-        token_ids = self._tables.tokens.index_select(0, columns.token_at)
-        return self._run(token_ids, tokens, None, columns, 0)
+        return Part(slice(first, first + size), queries, self._attend_config(1, size))
 
     # ---- steps with prefill ---------------------------------------------------------------------
 
     def lay_out(self, plan: StepPlan, planner: Planner) -> None:
         """What ``mixed`` needs goes into ``plan.arrays``."""
-        planner.lay_out(plan, self._config_of(plan), self._group)
+        planner.lay_out(plan)
+        if plan.num_prefill:
+            tokens = tokens_per_block(self._prefill_config(plan), self._group)
+            planner.lay_out_prefill(plan, tokens)
 
-    def _config_of(self, plan: StepPlan) -> AttendConfig:
-        longest = int(np.diff(plan.cu_tokens).max())
-        return self._attend_config(longest, len(plan.order))
+    def _prefill_config(self, plan: StepPlan) -> AttendConfig:
+        longest = int(np.diff(plan.cu_tokens[: plan.num_prefill + 1]).max())
+        return self._attend_config(longest, plan.num_prefill)
 
     def mixed(self, plan: StepPlan, sent: OnDevice, columns: DecodeColumns) -> torch.Tensor:
         """Hidden states ``[T, hidden]``. columns: of exactly the rows that decode."""
-        queries = DeviceQueries(
-            sent["cu_tokens"],
-            sent["rows"],
-            sent["starts"],
-            sent["blocks"],
-            self._tables.kv_slots,
-        )
-        config = self._config_of(plan)
-        tokens = DeviceTokens(sent["positions"], sent["write_slots"], queries, config)
+        first, parts = plan.num_prefill_tokens, []
+        if plan.num_prefill:
+            parts.append(self._prefill_part(plan, sent))
+        if plan.num_decodes:
+            parts.append(self._decode_part(columns, plan.num_decodes, first))
+        tokens = DeviceTokens(sent["positions"], sent["write_slots"], tuple(parts))
         token_ids = self._tables.tokens.index_select(0, sent["token_at"])
         states = _states(sent) if plan.num_prefill else None
-        first = plan.num_prefill_tokens
         return self._run(token_ids, tokens, states, columns if plan.num_decodes else None, first)
+
+    def _prefill_part(self, plan: StepPlan, sent: OnDevice) -> Part:
+        queries = DeviceQueries(
+            sent["seq_cu"],
+            sent["seq_rows"],
+            sent["seq_starts"],
+            sent["seq_blocks"],
+            self._tables.kv_slots,
+        )
+        return Part(slice(0, plan.num_prefill_tokens), queries, self._prefill_config(plan))
 
     def _run(
         self,

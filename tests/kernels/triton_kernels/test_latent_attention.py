@@ -87,7 +87,7 @@ def on_device(batch, heads, device, *, padding=0, ancestors=None, first=0):
         found["cu"], found["rows"], found["starts"], found["blocks"], found["table"],
         None if ancestors is None else ancestors.to(device), first,
     )  # fmt: skip
-    return DeviceTokens(found["positions"], found["slots"], queries, CONFIG)
+    return DeviceTokens.whole(found["positions"], found["slots"], queries, CONFIG)
 
 
 def ours(raw, projected, tokens, pool, device):

@@ -70,7 +70,8 @@ def test_a_forward_waits_for_nothing_and_reserves_nothing(tmp_path, device, has_
         on(cu), on([0, 1, 0]), on([0, 4, -1]), on(query_blocks(cu, tokens_per_block(config, 2))),
         table,
     )  # fmt: skip
-    tokens = DeviceTokens(on([*range(5), 4, 0]), on([1, 2, 3, 4, 5, 10, 0]), queries, config)
+    places = on([*range(5), 4, 0]), on([1, 2, 3, 4, 5, 10, 0])
+    tokens = DeviceTokens.whole(*places, queries, config)
     prefill = DeviceStates.of(rows([1], int32([5]), [(0, 3, 4)]), device)
     slots = on([2, 0])  # the last row is padding
     singles = None if has_log else DeviceSingles(5, slots)

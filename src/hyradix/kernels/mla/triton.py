@@ -3,9 +3,10 @@
 Owns: ``DeviceLatent`` (weights), ``LatentScratch``, ``latent_attention`` and the launch before it.
 Does not know: projections of the hidden state, who owns a slot, which columns a query sees.
 
-Five launches: the new rows and the queries' shared parts; queries times W_uk, head by head; the
-attention (and the sum of its parts); the weighed rows times W_uv. The form that makes keys and
-values of every row first (``reference.expanded``) needs lengths on the host and is not used here.
+Launches: the new rows and the queries' shared parts; queries times W_uk, head by head; for each
+part of the tokens the attention (and the sum over its splits); the weighed rows times W_uv. The
+form that makes keys and values of every row first (``reference.expanded``) needs lengths on the
+host and is not used here.
 
 Invariants:
 - Tokens whose write slot is 0 write nothing to the pool; where such a token also sees nothing (a
@@ -122,7 +123,8 @@ def latent_attention(
 
     Args:
         projected: ``[T, H (nope + E - R) + E]``. pool: ``[slots, 1, E]``. out: ``[T, H V]``. All
-            three in the weights' type. tokens: blocks made for groups of H heads.
+            three in the weights' type. tokens: blocks made for groups of H heads. Splits are
+            reduced to what ``scratch`` has parts for.
 
     Returns: out.
     """
@@ -134,10 +136,11 @@ def latent_attention(
     q = projected[:, : heads * weights.query_dim].unflatten(1, (heads, weights.query_dim))
     nope = q[:, :, : weights.keys.shape[1]].transpose(0, 1)
     torch.bmm(nope, weights.keys, out=query[:, :, :rank].transpose(0, 1))
-    attend(
-        query, tokens.queries, pool, pool[:, :, :rank], weights.query_dim**-0.5, tokens.config,
-        scratch.parts, context.flatten(1), is_view=True,
-    )  # fmt: skip
+    for part in tokens.parts:
+        attend(
+            query[part.tokens], part.queries, pool, pool[:, :, :rank], weights.query_dim**-0.5,
+            part.config, scratch.parts, context[part.tokens].flatten(1), is_view=True,
+        )  # fmt: skip
     by_head = out.unflatten(1, (heads, weights.values.shape[2])).transpose(0, 1)
     torch.bmm(context.transpose(0, 1), weights.values, out=by_head)
     return out
