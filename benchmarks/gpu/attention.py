@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from hyradix.kernels.attention.triton import (
     AttendScratch,
     DeviceQueries,
     attend,
+    num_programs,
     query_blocks,
     tokens_per_block,
 )
@@ -107,9 +107,10 @@ def _config(heads: Heads, rows: int, count: int, device: torch.device) -> tuple[
     """The table's choice, and tokens of a block."""
     group = heads.q // heads.kv
     in_block = group * min(count, 64)
+    counts = np.full(rows, count, np.int32)
     config = attend_config(
-        device, rows=in_block, programs=rows * heads.kv * math.ceil(in_block / 64),
-        dim=heads.dim, can_split=count <= 64, itemsize=2,
+        device, rows=in_block, programs=num_programs(counts, group, heads.kv),
+        dim=heads.dim, itemsize=2,
     )  # fmt: skip
     return config, tokens_per_block(config, group)
 
@@ -119,7 +120,7 @@ def _check(name: str, case: AttentionCase, can_split: bool, device: torch.device
     rows = group * (min(case.counts) if can_split else 256)
     config = attend_config(
         device, rows=rows, programs=len(case.starts) * case.kv_heads, dim=case.dim,
-        can_split=can_split, itemsize=2,
+        itemsize=2,
     )  # fmt: skip
     total = sum(case.counts)
     scratch = AttendScratch(64 * total, case.heads, case.v_dim, device)

@@ -275,8 +275,7 @@ def _tokens(
     """Rows one behind the other in the table, their slots in no order."""
     longest, rows = max(counts), len(counts)
     config = attend_config(
-        device, rows=32 * longest, programs=sum(counts), dim=576, can_split=longest == 1,
-        itemsize=itemsize,
+        device, rows=32 * longest, programs=sum(counts), dim=576, itemsize=itemsize,
     )  # fmt: skip
     columns = max(count + start for count, start in zip(counts, starts, strict=True))
     table = (torch.randperm(rows * columns).int() + 1).reshape(rows, columns)

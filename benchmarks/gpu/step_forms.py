@@ -13,7 +13,12 @@ import numpy as np
 import torch
 
 from hyradix.kernels.attention.queries import RaggedQueries
-from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
+from hyradix.kernels.attention.triton import (
+    DeviceQueries,
+    num_programs,
+    query_blocks,
+    tokens_per_block,
+)
 from hyradix.kernels.device_forms import (
     DeviceRoots,
     DeviceRows,
@@ -126,8 +131,9 @@ class FormMaker:
         longest, config, cu = max(counts), self._config, _offsets(counts)
         group = config.num_heads // config.num_kv_heads
         attend = attend_config(
-            self._ops.device, rows=longest * group, programs=len(counts) * config.num_kv_heads,
-            dim=config.head_dim, can_split=longest == 1, itemsize=self._ops.dtype.itemsize,
+            self._ops.device, rows=longest * group,
+            programs=num_programs(np.array(counts), group, config.num_kv_heads),
+            dim=config.head_dim, itemsize=self._ops.dtype.itemsize,
         )  # fmt: skip
         blocks = query_blocks(cu, tokens_per_block(attend, group))
         queries = DeviceQueries(

@@ -106,12 +106,6 @@ class Part:
     queries: DeviceQueries
     config: AttendConfig
 
-    @property
-    def num_pairs(self) -> int:
-        """(token, split) pairs that leave a part of an output in scratch; 0: none does."""
-        splits = self.config.splits
-        return (self.tokens.stop - self.tokens.start) * splits if splits > 1 else 0
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:

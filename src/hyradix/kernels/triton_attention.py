@@ -91,10 +91,10 @@ class AttentionOps(DenseOps):
         heads, dim = q.shape[1], v.shape[2]
         out = q.new_empty(q.shape[0], heads * dim)
         for part in forms.parts:
-            there, num_parts = part.tokens, max(part.num_pairs, LEAST_PARTS)
+            there = part.tokens
             attention_kernels.attend(
                 q[there], part.queries, k, v, q.shape[2] ** -0.5, part.config,
-                self._scratch.get(AttendScratch, num_parts, heads, dim), out[there],
+                self._scratch.get(AttendScratch, LEAST_PARTS, heads, dim), out[there],
                 gate=None if gate is None else gate[there],
             )  # fmt: skip
         return out

@@ -12,7 +12,7 @@ Read next: ``benchmarks/gpu_kernels.py`` (which times them).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -211,30 +211,35 @@ def expert_config(
 
 
 def attend_config(
-    device: torch.device, *, rows: int, programs: int, dim: int, can_split: bool, itemsize: int
+    device: torch.device, *, rows: int, programs: int, dim: int, itemsize: int
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
-    Splits fill the device about four times over, as many programs as a multiprocessor holds at
-    once, three times with wide heads; no more than 64 parts. itemsize: bytes of a number of the
-    pools; heads of over 256 numbers take 64 query rows where it is 2. Where it is 4, tiles and
-    their three tf32 parts must fit shared memory: no more than 32 query rows (so heads of one KV
-    head) from 129 numbers on. Keys come by a table of slots, so one tile is on its way with 3 or 4
-    stages, two with 5.
+    Splits fill the device as often as a multiprocessor holds programs at once: four times, three
+    with wide heads, once with blocks of over 64 query rows; no more than 64 parts. itemsize: bytes
+    of a number of the pools; heads of over 256 numbers take 64 query rows where it is 2. Where it
+    is 4, tiles and their three tf32 parts must fit shared memory: no more than 32 query rows (so
+    heads of one KV head) from 129 numbers on. Keys come by a table of slots, so one tile is on its
+    way with 3 or 4 stages, two with 5.
     """
     wide, is_heavy = dim > 256, itemsize > 2 and dim > 64
     most = 32 if is_heavy and dim > 128 else 64
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else most
-    if not can_split and rows > 64 and not wide and not is_heavy:
-        return _LONG[dim > 128]
+    at_once = 1 if rows > 64 else 3 if wide else 4
+    splits = _parts(at_once * _of(_MULTIPROCESSORS, device) // max(programs, 1))
+    if rows > 64 and not wide and not is_heavy:
+        return replace(_LONG[dim > 128], splits=splits)
     block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
     if is_heavy:
         block_n, warps, stages = 32, 4 if dim <= 128 else 8, 2
     if wide:
         warps, stages = 8, 2 if itemsize > 2 else 5 if block_m <= 32 else 3
-    wanted = (3 if wide else 4) * _of(_MULTIPROCESSORS, device) // max(programs, 1)
-    splits = max(1, min(64, 1 << max(wanted, 1).bit_length() - 1)) if can_split else 1
     return AttendConfig(block_m, block_n, splits, warps, stages)
+
+
+def _parts(wanted: int) -> int:
+    """A power of two up to what is wanted, from 1 to 64."""
+    return min(64, 1 << max(wanted, 1).bit_length() - 1)
 
 
 def _of(table: dict[str, C], device: torch.device) -> C:

@@ -17,8 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyradix.kernels.attention.queries import SHORT, Int32Array, RaggedQueries
-from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
+from hyradix.kernels.attention.queries import Int32Array, RaggedQueries
+from hyradix.kernels.attention.triton import (
+    DeviceQueries,
+    num_programs,
+    query_blocks,
+    tokens_per_block,
+)
 from hyradix.kernels.device_forms import DeviceTokens, Part
 from hyradix.kernels.memory import upload
 from hyradix.kernels.triton_table import attend_config
@@ -43,8 +48,8 @@ def host_tokens(
         mine, longest = counts[first:last], int(counts[first:last].max())
         is_tree = first >= num_plain
         config = attend_config(
-            device, rows=longest * group, programs=(last - first) * kv_heads, dim=dim,
-            can_split=longest <= SHORT or is_tree, itemsize=itemsize,
+            device, rows=longest * group, programs=num_programs(mine, group, kv_heads), dim=dim,
+            itemsize=itemsize,
         )  # fmt: skip
         offsets = batch.cu_seqlens[first : last + 1] - np.int32(begin)
         queries = DeviceQueries(

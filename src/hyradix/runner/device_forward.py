@@ -7,7 +7,7 @@ Invariants:
 - ``decode(size)`` reads static memory only, so it can be captured; a mixed step runs the same model
   over what was sent for it.
 - Rows that decode attend by themselves, in a mixed step too: their long keys are split over
-  programs, which a chunk's are not.
+  programs, which those of a large chunk are not.
 - The configuration of attention follows from sizes, never from values.
 Read next: ``device_runner.py``, ``kernels/device_forms.py``.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
-from hyradix.kernels.attention.triton import DeviceQueries, tokens_per_block
+from hyradix.kernels.attention.triton import DeviceQueries, num_programs, tokens_per_block
 from hyradix.kernels.device_forms import (
     DeviceRoots,
     DeviceRows,
@@ -33,6 +33,7 @@ from hyradix.kernels.gated_delta_rule.triton import Chunks
 from hyradix.kernels.triton_table import AttendConfig, attend_config
 from hyradix.layers.context import ForwardContext, LayerMemory
 from hyradix.models.decoder import Decoder
+from hyradix.request import Int32Array
 from hyradix.runner.decode_form import DecodeColumns
 from hyradix.runner.device_batch import Planner, StepPlan
 from hyradix.runner.device_log import DeviceLog
@@ -68,15 +69,14 @@ class DeviceForward:
         self.logits = torch.zeros(max_rows, model.config.vocab_size, device=device)
         self.found = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
-    def _attend_config(self, longest: int, num_rows: int) -> AttendConfig:
-        """Of a step whose longest row has so many tokens; splits only where all have one."""
+    def _attend_config(self, counts: Int32Array) -> AttendConfig:
+        """Of rows with so many tokens that attend in one launch."""
         config = self._model.config
         return attend_config(
             self._model.ops.device,
-            rows=longest * self._group,
-            programs=num_rows * config.num_kv_heads,
+            rows=int(counts.max()) * self._group,
+            programs=num_programs(counts, self._group, config.num_kv_heads),
             dim=config.head_dim,
-            can_split=longest == 1,
             itemsize=self._model.ops.dtype.itemsize,
         )
 
@@ -105,7 +105,9 @@ class DeviceForward:
             self._blocks[:size],
             self._tables.kv_slots,
         )
-        return Part(slice(first, first + size), queries, self._attend_config(1, size))
+        return Part(
+            slice(first, first + size), queries, self._attend_config(np.ones(size, np.int32))
+        )
 
     # ---- steps with prefill ---------------------------------------------------------------------
 
@@ -117,8 +119,7 @@ class DeviceForward:
             planner.lay_out_prefill(plan, tokens)
 
     def _prefill_config(self, plan: StepPlan) -> AttendConfig:
-        longest = int(np.diff(plan.cu_tokens[: plan.num_prefill + 1]).max())
-        return self._attend_config(longest, plan.num_prefill)
+        return self._attend_config(np.diff(plan.cu_tokens[: plan.num_prefill + 1]))
 
     def mixed(self, plan: StepPlan, sent: OnDevice, columns: DecodeColumns) -> torch.Tensor:
         """Hidden states ``[T, hidden]``. columns: of exactly the rows that decode."""

@@ -27,7 +27,7 @@ from hyradix.request import (
     StepOutput,
 )
 
-TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 128, 129, 256)
+TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 128, 129, 256, 512)
 """Prefill tokens of steps that are tried: products of few rows are kernels of their own, and an
 argument that is 1 or a multiple of 16 makes another of some."""
 SAMPLINGS = (

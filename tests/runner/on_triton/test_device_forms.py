@@ -64,7 +64,7 @@ def test_a_forward_waits_for_nothing_and_reserves_nothing(tmp_path, device, has_
         return torch.from_numpy(int32(values)).to(device)
 
     table = on([[1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 10, 11]])
-    config = attend_config(device, rows=10, programs=2, dim=8, can_split=True, itemsize=2)
+    config = attend_config(device, rows=10, programs=2, dim=8, itemsize=2)
     cu = offsets([5, 1, 1])
     queries = DeviceQueries(
         on(cu), on([0, 1, 0]), on([0, 4, -1]), on(query_blocks(cu, tokens_per_block(config, 2))),

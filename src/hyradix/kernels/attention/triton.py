@@ -84,6 +84,11 @@ def query_blocks(cu_seqlens: Int32Array, tokens: int) -> Int32Array:
     return np.stack([row, first.astype(np.int32)], 1)
 
 
+def num_programs(counts: Int32Array, group: int, kv_heads: int) -> int:
+    """Of rows with so many tokens, at 128 query rows a program, before keys are split."""
+    return kv_heads * int(-(-counts * group // 128).sum())
+
+
 def attend(
     q: torch.Tensor,
     queries: DeviceQueries,
