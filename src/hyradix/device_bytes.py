@@ -29,7 +29,8 @@ MARGIN_PART = 0.1
 CHUNK = 64
 """Tokens of a chunk of prefill: each keeps a row of products this long."""
 LEAST_PARTS = 1024
-"""(token, split) pairs that attention has scratch for, at least."""
+"""(token, split) pairs that attention has scratch for, at least: more than rows of one token each
+make, whatever their number (a test asserts it)."""
 EXPERT_TOKENS = 4096
 """Tokens that a mixture of experts works on at a time."""
 DRAW_ROWS = 32
@@ -112,7 +113,7 @@ def beside_pools(
         scratch=scratch_bytes(forward, recurrent, step, element_bytes),
         tables=table_bytes(forward, step),
         peak=step.max_tokens * token + logits + drawing,
-        graphs=step.max_requests * token + logits + len(ladder(step.max_requests)) * GRAPH_BYTES,
+        graphs=step.max_requests * token + len(ladder(step.max_requests)) * GRAPH_BYTES,
     )
 
 

@@ -47,6 +47,15 @@ def test_products(backends, rows, dtype, size, outputs):
         assert torch.allclose(ours, twin, atol=tolerance)
 
 
+def test_logits_where_they_are_wanted(backends):
+    weight, x, out = torch.randn(20, 12), torch.randn(3, 12), torch.full((4, 20), torch.nan)
+    for ops in backends:
+        given = ops.view(x), ops.pack_norm(torch.ones(12), 1e-6), ops.pack_linear(weight)
+        assert ops.logits(*given, out=out[:3]).data_ptr() == out.data_ptr()
+        assert torch.equal(out[:3], ops.logits(*given))
+        assert out[3].isnan().all()
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_activations(backends, activation):
     x = torch.randn(7, 90)

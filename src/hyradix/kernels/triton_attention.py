@@ -28,7 +28,8 @@ from hyradix.kernels.triton_dense import DenseOps
 
 Queries = RaggedQueries | DeviceTokens
 LEAST_PARTS = 1024
-"""(token, split) pairs of attention that there is scratch for, at least."""
+"""(token, split) pairs of attention that there is scratch for, at least. Layers and parts of a step
+use it in turn; ``device_bytes`` counts the same."""
 
 
 class AttentionOps(DenseOps):

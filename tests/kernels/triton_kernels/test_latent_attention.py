@@ -11,7 +11,7 @@ import torch
 from hyradix.errors import ConfigError
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
-from hyradix.kernels.device_forms import DeviceTokens
+from hyradix.kernels.device_forms import DeviceTokens, Part
 from hyradix.kernels.mla import reference
 from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.mla.triton import DeviceLatent, LatentScratch, latent_attention
@@ -29,6 +29,7 @@ SHAPES = {
 """H, nope, shared, V, rank."""
 STARTS, COUNTS, FIRST = [9, 0, 21, 4], [6, 3, 1, 1], 2
 CONFIG = AttendConfig(32, 16, 2, 4, 2)
+SPLIT = AttendConfig(32, 16, 8, 4, 2)
 
 
 def weights_of(shape):
@@ -90,6 +91,28 @@ def on_device(batch, heads, device, *, padding=0, ancestors=None, first=0):
     return DeviceTokens.whole(found["positions"], found["slots"], queries, CONFIG)
 
 
+def in_parts(tokens, rows, heads, config):
+    """The same tokens, those from batch row ``rows`` on in a part of their own with ``config``."""
+    (whole,) = tokens.parts
+    cu = whole.queries.cu_seqlens.cpu().numpy()
+    parts, total, border = [], int(cu[-1]), int(cu[rows])
+    for there, tokens_of, made in (
+        (slice(0, rows), slice(0, border), whole.config),
+        (slice(rows, len(cu) - 1), slice(border, total), config),
+    ):
+        own = cu[there.start : there.stop + 1] - cu[there.start]
+        blocks = query_blocks(own, tokens_per_block(made, heads))
+        queries = replace(
+            whole.queries,
+            cu_seqlens=torch.from_numpy(own).to(whole.queries.rows.device),
+            rows=whole.queries.rows[there],
+            starts=whole.queries.starts[there],
+            blocks=torch.from_numpy(blocks).to(whole.queries.rows.device),
+        )
+        parts.append(Part(tokens_of, queries, made))
+    return DeviceTokens(tokens.positions, tokens.write_slots, tuple(parts))
+
+
 def ours(raw, projected, tokens, pool, device):
     """Outputs and the pool, in a part of larger, poisoned buffers."""
     count, heads = len(projected), raw.num_heads
@@ -106,8 +129,9 @@ def ours(raw, projected, tokens, pool, device):
     return out[:, 3:].cpu(), pool.cpu()
 
 
+@pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_rows_of_all_kinds_equal_the_twin(device, name):
+def test_rows_of_all_kinds_equal_the_twin(device, name, has_parts):
     """A prefill, a short one, decodes, a row that pads the batch; columns from ``FIRST`` on."""
     torch.manual_seed(0)
     raw, shape = weights_of(SHAPES[name]), SHAPES[name]
@@ -119,6 +143,8 @@ def test_rows_of_all_kinds_equal_the_twin(device, name):
     projected = torch.randn(total + 2, heads * (nope + shared) + rank + shared)
     projected[total:] = NAN
     tokens = on_device(batch, heads, device, padding=2, first=FIRST)
+    if has_parts:
+        tokens = in_parts(tokens, 2, heads, SPLIT)
     out, written = ours(raw, projected, tokens, pool, device)
     expected_pool = pool.double()
     expected = reference.latent_attention(

@@ -14,6 +14,7 @@ from hyradix.kernels.ops import load_ops
 from hyradix.kernels.rotary.reference import rotary_table
 from hyradix.kernels.state_slots.reference import move_slots_
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees
+from tests.kernels.triton_kernels.cases import NAN
 from tests.kernels.triton_kernels.ops_cases import (
     Both,
     KvPair,
@@ -50,6 +51,11 @@ def test_products_and_norms(both, rows):
     logits = both.ours.logits(ours, *owns)
     assert logits.dtype == torch.float32
     both.check(logits, both.twin.logits(x, *twins))
+    for ops, given in ((both.ours, (ours, *owns)), (both.twin, (x, *twins))):
+        out = torch.full((rows + 1, 22), NAN, device=ops.device)
+        assert ops.logits(*given, out=out[:rows]).data_ptr() == out.data_ptr()
+        assert torch.equal(out[:rows], ops.logits(*given))
+        assert out[rows:].isnan().all()
     expected = both.twin.linear_add(x, twins[1], residual)
     added = both.ours.linear_add(ours, owns[1], own_residual)
     assert added.data_ptr() == own_residual.data_ptr()
