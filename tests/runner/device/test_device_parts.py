@@ -10,7 +10,7 @@ import torch
 
 from hyradix.device_bytes import LEAST_PARTS
 from hyradix.kernels import triton_attention, triton_table
-from hyradix.kernels.device_forms import DeviceTokens, Part
+from hyradix.kernels.device_forms import DeviceTokens
 from hyradix.runner.device_runner import DeviceRunner
 from tests.kernels.triton_kernels.cases import error
 from tests.runner.device.served import World, tokens
@@ -73,7 +73,6 @@ def test_decodes_beside_a_chunk_are_decodes_alone(world, device, monkeypatch) ->
     whole, (first, second) = alone.tokens.parts[0], mixed.tokens.parts
     assert (first.tokens, second.tokens) == (slice(0, NEW), slice(NEW, NEW + 2))
     assert first.config == prefill.tokens.parts[0].config
-    assert first.config.splits == 1
     assert second.config == whole.config
     assert second.config.splits > 1
     assert second.config.block_n <= LONG, "all keys are in one split"
@@ -88,14 +87,12 @@ def test_decodes_beside_a_chunk_are_decodes_alone(world, device, monkeypatch) ->
 
 @pytest.mark.parametrize("dim", [64, 256, 576])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_scratch_holds_the_splits_of_any_number_of_rows(dim: int, kv_heads: int) -> None:
+def test_scratch_holds_the_splits_of_any_number_of_decodes(dim: int, kv_heads: int) -> None:
     assert triton_attention.LEAST_PARTS == LEAST_PARTS
     most = 0
     for rows in range(1, 1025):
         config = triton_table.attend_config(
-            torch.device("meta"), rows=4, programs=rows * kv_heads, dim=dim, can_split=True,
-            itemsize=2,
-        )  # fmt: skip
-        part = Part(slice(7, 7 + rows), None, config)  # type: ignore[arg-type]
-        most = max(most, part.num_pairs)
+            torch.device("meta"), rows=4, programs=rows * kv_heads, dim=dim, itemsize=2
+        )
+        most = max(most, rows * config.splits)
     assert most <= LEAST_PARTS
