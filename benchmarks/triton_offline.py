@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from hyradix.kernels import triton_support
 
 _TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -71,7 +73,7 @@ def collected() -> Iterator[list[Variant]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append(_variant(self, args, options))
 
-    with mock.patch.object(JITFunction, "run", run):
+    with _launching(run):
         yield found
 
 
@@ -83,8 +85,16 @@ def compiled_for(capability: int) -> Iterator[list[Compiled]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append(compile_variant(_variant(self, args, options), capability))
 
-    with mock.patch.object(JITFunction, "run", run):
+    with _launching(run):
         yield found
+
+
+@contextmanager
+def _launching(run: Callable[..., None]) -> Iterator[None]:
+    """``run`` takes the place of launching; what only a GPU of today does is asked for too."""
+    overlap = mock.patch.object(triton_support, "_can_overlap", lambda device: True)
+    with mock.patch.object(JITFunction, "run", run), overlap:
+        yield
 
 
 def _variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Variant:

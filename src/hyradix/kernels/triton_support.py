@@ -7,6 +7,10 @@ Invariants:
 - A launch waits for nothing and allocates nothing: safe inside a CUDA graph.
 - Kernels take pool tensors and device index tensors; grids follow from padded sizes, never from
   values on the device.
+- A chained kernel (``chained`` its last parameter) may begin while the one before it still runs: it
+  asks for what was there long before (weights, states), then calls ``wait_for_previous``, in every
+  program and before all else; what it reads before that was written before the last launch that is
+  not chained. It lets the next begin only behind its own wait, so no more than two overlap.
 - A slot, row, layer or token number is made int64 before it is multiplied: pools have more than
   2^31 elements (``test_large_pools.py``). Offsets inside of one slot or row are int32.
 Read next: ``triton_table.py``, ``gated_delta_net/triton.py``.
@@ -16,11 +20,13 @@ Read next: ``triton_table.py``, ``gated_delta_net/triton.py``.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def launch(
@@ -30,14 +36,28 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     max_registers: int = 0,
+    is_chained: bool = False,
 ) -> None:
     """Start ``kernel`` with ``args`` in the order of its parameters, constants last.
 
+    is_chained: the kernel's last constant is given here, see the module's invariants.
+
     max_registers: of a thread, where more programs on a multiprocessor are worth it; 0: no limit.
     """
-    options = {"maxnreg": max_registers} if max_registers else {}
+    options: dict[str, Any] = {"maxnreg": max_registers} if max_registers else {}
+    if is_chained:
+        can_overlap = _can_overlap(args[0].device)
+        args = (*args, can_overlap)
+        if can_overlap:
+            options["launch_pdl"] = True
     if 0 not in grid:
         kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options)
+
+
+@lru_cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launches."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_two(n: int, *, least: int = 1) -> int:
@@ -57,6 +77,14 @@ def output_precision(dtype: torch.dtype) -> str:
     take three passes in any case, and operands of bfloat16 are not touched by this.
     """
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def wait_for_previous(CHAINED: tl.constexpr):
+    """All that was launched before is done, and what it wrote is seen; the next may begin."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

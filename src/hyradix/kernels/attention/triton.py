@@ -34,6 +34,7 @@ from hyradix.kernels.triton_support import (
     power_of_two,
     sigmoid,
     store,
+    wait_for_previous,
 )
 from hyradix.kernels.triton_table import AttendConfig
 
@@ -134,7 +135,7 @@ def attend(
         queries.ancestors is not None, gate is not None,
         tokens_per_block(config, heads // kv_heads), config.block_m, config.block_n, block_d,
         power_of_two(tail, least=16), block_v, splits > 1, output_precision(q.dtype), config.stages,
-        num_warps=config.num_warps, num_stages=config.stages,
+        num_warps=config.num_warps, num_stages=config.stages, is_chained=True,
     )  # fmt: skip
     if splits > 1:
         launch(
@@ -157,7 +158,7 @@ def _attend_kernel(
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr,
     IS_VIEW: tl.constexpr, IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
-    IS_PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    IS_PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Scores are in units of log 2; ``scale`` has the factor."""
     G: tl.constexpr = H // HKV
@@ -177,6 +178,7 @@ def _attend_kernel(
     token = (begin + own).to(tl.int64)
     head = kv_head * G + m % G
     d, t, dv, n = tl.arange(0, BD), tl.arange(0, BT), tl.arange(0, BDV), tl.arange(0, BN)
+    wait_for_previous(CHAINED)
     q_place = q + token[:, None] * q_token + head[:, None] * q_head
     queries = tl.load(q_place + d[None, :], mask=is_query[:, None] & (d < D)[None, :], other=0.0)
     if TAIL > 0:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.attention.reference import AttentionWeights
-from hyradix.kernels.triton_support import launch, load32, power_of_two, store
+from hyradix.kernels.triton_support import launch, load32, power_of_two, store, wait_for_previous
 
 
 def write_kv(
@@ -49,7 +49,7 @@ def write_kv(
         weights.angles, positions, write_slots, q, k_pool if has_kv else q, v_pool if has_kv else q,
         k_pool.stride(0) if has_kv else 0, v_pool.stride(0) if has_kv else 0,
         heads, kv_heads, dim, weights.angles.shape[2], power_of_two(dim), weights.has_norm,
-        num_warps=1,
+        num_warps=1, is_chained=True,
     )  # fmt: skip
     return q
 
@@ -59,7 +59,7 @@ def _write_kernel(
     projected, projected_stride, q_norm, k_norm, eps, angles, positions, write_slots,
     q, k_pool, v_pool, k_stride, v_stride,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Heads of q first, then of k (whose programs copy v too)."""
     token = tl.program_id(0).to(tl.int64)
@@ -67,6 +67,7 @@ def _write_kernel(
     x = projected + token * projected_stride
     angle = angles + tl.load(positions + token).to(tl.int64) * (2 * HALF)
     d = tl.arange(0, BD)
+    wait_for_previous(CHAINED)
     if head < H:
         rotated = _normed_rotated(x + head * D, q_norm, eps, angle, D, HALF, BD, HAS_NORM)
         store(q + (token * H + head) * D + d, rotated, d < D)
