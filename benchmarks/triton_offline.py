@@ -92,7 +92,7 @@ def compiled_for(capability: int) -> Iterator[list[Compiled]]:
 @contextmanager
 def _launching(run: Callable[..., None]) -> Iterator[None]:
     """``run`` takes the place of launching; what only a GPU of today does is asked for too."""
-    overlap = mock.patch.object(triton_support, "_can_overlap", lambda device: True)
+    overlap = mock.patch.object(triton_support, "_can_overlap", return_value=True)
     with mock.patch.object(JITFunction, "run", run), overlap:
         yield
 
