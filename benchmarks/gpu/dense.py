@@ -1,4 +1,4 @@
-"""Checks and timings of what stands between mixers: products of few rows, norms, swiglu, embedding.
+"""Checks and timings of what stands between mixers: products of few rows, and ``dense_rows.py``.
 
 Products are timed beside torch's own (``torch`` in the note), which serves from 17 rows on.
 """
@@ -12,18 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.dense_rows import BFLOAT16, EPS, FFN, HIDDEN, VOCAB, row_benches, row_checks
 from hyradix.kernels.activation import reference as swiglu_reference
-from hyradix.kernels.activation.triton import swiglu
-from hyradix.kernels.embedding.triton import embed
-from hyradix.kernels.linear.triton import few_rows_linear
+from hyradix.kernels.linear.triton import (
+    MAX_VECTOR_ROWS,
+    NUM_PARTS,
+    LinearScratch,
+    few_rows_linear,
+)
 from hyradix.kernels.rms_norm import reference
-from hyradix.kernels.rms_norm.triton import add_rms_norm, gated_rms_norm
 from hyradix.kernels.triton_table import LinearConfig
 from tests.kernels.triton_kernels.cases import NAN, error
 
-BFLOAT16 = torch.bfloat16
-HIDDEN, FFN, VOCAB = 2560, 9216, 151_936
-EPS = 1e-6
+FEW = (1, 2, 4, 8, 16)
+UNTUNED = "attention in"
+"""As "gdn in" but for a sixth of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,31 @@ ODD = Product("odd", 777, 1_111, has_norm=True, is_swiglu=True)
 
 
 def checks(device: torch.device) -> Iterator[Check]:
+    """What the table says; then of two shapes some candidates and, last, those with groups
+    of warps."""
     for product in (*PRODUCTS[:5], ODD):
-        for batch in (1, 5, 16):
-            x, weight, norm, residual = _inputs(product, batch, device)
-            out = torch.full_like(residual, NAN)
-            _call(product, x, weight, norm, residual, out, None)
-            yield Check(f"{product.name}, {batch} rows", error(
-                out, _expected(product, x, weight, norm, residual)), 1e-2)  # fmt: skip
-    yield from _check_elementwise(device)
+        for batch in (1, 2, 5, 16):
+            yield _check(product, batch, None, device)
+    yield from row_checks(device)
+    chosen = PRODUCTS[2:4]
+    for product in chosen:
+        for batch in (1, 4, 8):
+            for config in _candidates(product, batch)[:3]:
+                yield _check(product, batch, config, device)
+    for product in chosen:
+        for config in _with_groups(product):
+            yield _check(product, 16, config, device)
+
+
+def _check(
+    product: Product, batch: int, config: LinearConfig | None, device: torch.device
+) -> Check:
+    x, weight, norm, residual = _inputs(product, batch, device)
+    out, scratch = torch.full_like(residual, NAN), LinearScratch(NUM_PARTS, device)
+    _call(product, x, weight, norm, residual, out, config, scratch)
+    expected = _expected(product, x, weight, norm, residual)
+    name = f"{product.name}, {batch} rows, {config or 'table'}"
+    return Check(name, error(out, expected), 1e-2)
 
 
 def _expected(
@@ -77,50 +97,65 @@ def _expected(
     return result + residual.double() if product.has_residual else result
 
 
-def _check_elementwise(device: torch.device) -> Iterator[Check]:
-    for size in (777, HIDDEN):
-        x, residual = (torch.randn(5, size, device=device).to(BFLOAT16) for _ in "xr")
-        weight = torch.randn(size, device=device)
-        total, out = (torch.full_like(x, NAN) for _ in "to")
-        add_rms_norm(x, residual, weight, EPS, total, out)
-        expected = x.double() + residual.double()
-        yield Check(f"add, {size}", error(total, expected), 1e-2)
-        normed = reference.rms_norm(expected, weight.double(), EPS)
-        yield Check(f"add and norm, {size}", error(out, normed), 1e-2)
-        both, half = torch.randn(5, 2 * size, device=device).to(BFLOAT16), torch.full_like(x, NAN)
-        swiglu(both, half)
-        yield Check(f"swiglu, {size}", error(half, swiglu_reference.swiglu(both.double())), 1e-2)
-        table = torch.randn(99, size, device=device).to(BFLOAT16)
-        ids = torch.tensor([0, 98, 5, 5, 1], dtype=torch.int32, device=device)
-        rows = torch.full_like(x, NAN)
-        embed(table, ids, rows)
-        yield Check(f"embedding, {size}", error(rows, table[ids.long()]), 0.0)
-    for v_dim in (72, 128):
-        x, z = (torch.randn(5, 6, v_dim, device=device).to(BFLOAT16) for _ in "xz")
-        weight, out = torch.randn(v_dim, device=device), torch.full_like(x, NAN)
-        gated_rms_norm(x, z, weight, EPS, out)
-        expected = reference.gated_rms_norm(x.double(), z.double(), weight.double(), EPS)
-        yield Check(f"gated norm, {v_dim}", error(out, expected), 1e-2)
-
-
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
-    configs: list[LinearConfig | None] = [None]
-    if tune:
-        shapes = ((16, 256), (16, 512), (32, 256), (64, 128), (64, 256))
-        configs += [LinearConfig(o, i, w, 4) for o, i in shapes for w in (2, 4)]
-        shapes = ((2, 2048), (4, 512), (4, 1024), (4, 2048), (8, 512), (8, 1024))
-        configs += [LinearConfig(o, i, 4, n, False) for o, i in shapes for n in (1, 3)]
+    """Candidates with groups of warps come last: a fault in one ends what comes behind it."""
     for product in PRODUCTS:
-        for batch in (1, 4, 8, 16):
-            for config in configs:
-                if batch > 1 and config is not None and not config.has_units:
-                    continue
-                yield _bench_product(product, batch, config, device)
+        for batch in FEW:
+            yield _bench_product(product, batch, None, device)
             yield _bench_torch(product, batch, device)
+            for config in _candidates(product, batch) if tune else ():
+                yield _bench_product(product, batch, config, device)
         for batch in BATCHES[2:]:
             yield _bench_torch(product, batch, device)
-    for batch in BATCHES:
-        yield from _bench_elementwise(batch, device)
+    yield from row_benches(device, tune=tune)
+    for product in PRODUCTS if tune else ():
+        for batch in (8, 16):
+            for config in _with_groups(product):
+                yield _bench_product(product, batch, config, device)
+
+
+def _candidates(product: Product, batch: int) -> list[LinearConfig]:
+    """At most twelve."""
+    if product.name == UNTUNED:
+        return []
+    if batch == 1:
+        shapes = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4))
+        found = [_vector(product, o, w) for o, w in shapes]
+        found += [_vector(product, o, w, is_chained=False) for o, w in ((4, 2), (2, 4))]
+        return [*found, _vector(product, 4, 2, streams=False)]
+    splits = 1 if product.outputs >= 8_192 else 4
+    units = [LinearConfig(64, 128, 2, stages, splits=splits) for stages in (4, 5)]
+    if batch <= MAX_VECTOR_ROWS:
+        return [*units, *(_vector(product, 4 // batch * w, w) for w in (1, 2))]
+    units += [LinearConfig(64, 128, 2, 4, splits=splits, is_chained=False)]
+    units += [LinearConfig(64, 64, 2, 8, splits=splits)]
+    if splits == 1:
+        return [*units, LinearConfig(32, 128, 2, 5), LinearConfig(128, 64, 2, 5)]
+    units += [LinearConfig(64, 128, 2, stages, splits=8) for stages in (4, 5)]
+    return [*units, LinearConfig(64, 128, 2, 5, splits=3), LinearConfig(32, 128, 2, 5, splits=2)]
+
+
+def _with_groups(product: Product) -> list[LinearConfig]:
+    if product.name == UNTUNED:
+        return []
+    splits = 1 if product.outputs >= 8_192 else 4
+    return [
+        LinearConfig(64, 128, 4, 4, splits=splits),
+        LinearConfig(128, 64, 4, 5, splits=2 * splits if splits > 1 else 1),
+    ]
+
+
+def _vector(
+    product: Product, block_o: int, warps: int, *, streams: bool = True, is_chained: bool = True
+) -> LinearConfig:
+    """As many blocks of a row under way as leave a thread registers to add in, no fewer in the
+    last turn than before."""
+    steps = -(-product.size // (256 * warps))
+    turns = -(-steps * block_o // 24)
+    blocks = -(-steps // turns)
+    return LinearConfig(
+        block_o, 256 * warps, warps, blocks, has_units=False, streams=streams, is_chained=is_chained
+    )
 
 
 def _inputs(
@@ -137,11 +172,12 @@ def _inputs(
 def _call(
     product: Product, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor,
     residual: torch.Tensor, out: torch.Tensor, config: LinearConfig | None,
+    scratch: LinearScratch | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return few_rows_linear(
         x, weight, out, norm=norm if product.has_norm else None, eps=EPS,
         residual=residual if product.has_residual else None, is_swiglu=product.is_swiglu,
-        config=config,
+        config=config, scratch=scratch,
     )  # fmt: skip
 
 
@@ -156,11 +192,12 @@ def _bench_product(
         def call() -> Call:
             inputs = _inputs(product, batch, device)
             out = torch.empty_like(inputs[3])
-            return lambda: _call(product, *inputs, out, config)
+            return lambda: _call(product, *inputs, out, config, scratch)
 
+        scratch = LinearScratch(NUM_PARTS, device)
         return [call() for _ in range(sets)]
 
-    name, note = f"product, {product.name}", "" if config is None else str(config)
+    name, note = f"product, {product.name}", "" if config is None else f"{batch} rows, {config}"
     return Bench(name, batch, _bytes(product, batch), build, note=note, config=config)
 
 
@@ -175,37 +212,3 @@ def _bench_torch(product: Product, batch: int, device: torch.device) -> Bench:
     flops = 2 * batch * product.weight_rows * product.size
     name = f"product, {product.name}"
     return Bench(name, batch, _bytes(product, batch), build, flops, "torch, nothing fused")
-
-
-def _bench_elementwise(batch: int, device: torch.device) -> Iterator[Bench]:
-    def build_norm(sets: int) -> list[Call]:
-        x = torch.randn(sets, 3, batch, HIDDEN, device=device, dtype=BFLOAT16)
-        weight = torch.rand(HIDDEN, device=device)
-
-        def call(i: int) -> Call:
-            return lambda: add_rms_norm(x[i, 0], x[i, 1], weight, EPS, x[i, 1], x[i, 2])
-
-        return [call(i) for i in range(sets)]
-
-    def build_swiglu(sets: int) -> list[Call]:
-        x = torch.randn(sets, batch, 2 * FFN, device=device, dtype=BFLOAT16)
-        out = torch.empty(batch, FFN, device=device, dtype=BFLOAT16)
-
-        def call(i: int) -> Call:
-            return lambda: swiglu(x[i], out)
-
-        return [call(i) for i in range(sets)]
-
-    def build_embed(sets: int) -> list[Call]:
-        weight = torch.randn(VOCAB, HIDDEN, device=device, dtype=BFLOAT16)
-        ids = torch.randint(VOCAB, (sets, batch), dtype=torch.int32).to(device)
-        out = torch.empty(batch, HIDDEN, device=device, dtype=BFLOAT16)
-
-        def call(i: int) -> Call:
-            return lambda: embed(weight, ids[i], out)
-
-        return [call(i) for i in range(sets)]
-
-    yield Bench("add and norm", batch, batch * 4 * HIDDEN * 2, build_norm)
-    yield Bench("swiglu", batch, batch * 3 * FFN * 2, build_swiglu)
-    yield Bench("embedding", batch, batch * 2 * HIDDEN * 2, build_embed)

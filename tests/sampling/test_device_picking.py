@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyradix.kernels.argmax.reference import best_of
 from hyradix.request import SamplingParams
-from hyradix.sampling.device_picking import BLOCK, best_of, draw_into
+from hyradix.sampling.device_picking import BLOCK, draw_into
 from hyradix.sampling.picking import Controls, pick
 from hyradix.sampling.row_controls import NARROW, RowControls
 from hyradix.sampling.sampler import Sampler

@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.activation.triton import swiglu
 from hyradix.kernels.embedding.triton import embed
-from hyradix.kernels.linear.triton import MAX_ROWS, few_rows_linear
+from hyradix.kernels.linear.triton import NUM_PARTS, LinearScratch, few_rows_linear
 from hyradix.kernels.memory import upload
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.moe.triton import DeviceExperts, ExpertScratch, experts
 from hyradix.kernels.moe.triton_routing import DeviceRouting, route
 from hyradix.kernels.rms_norm.triton import add_rms_norm
 from hyradix.kernels.triton_scratch import Scratch
+from hyradix.kernels.triton_table import max_fused_rows
 
 Norm = tuple[torch.Tensor, float]
 MAX_EXPERT_TOKENS = 4096
@@ -42,6 +43,7 @@ class DenseOps:
         self.device = device
         self.dtype = dtype
         self._scratch = Scratch(device)
+        self._scratch.declare(LinearScratch, by_row=True, least=NUM_PARTS)
         self._top_k = 0  # of the routing that was packed last; its experts follow
         if device.type == "cuda":
             _sum_in_float32()
@@ -104,15 +106,19 @@ class DenseOps:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if _is_fused(x, weight):
-            return few_rows_linear(x, weight, _rows(x, weight.shape[0]))
+            return few_rows_linear(x, weight, _rows(x, weight.shape[0]), scratch=self._parts())
         return F.linear(x.to(weight.dtype), weight)
 
     def linear_add(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
         if _is_fused(x, weight):
-            return few_rows_linear(x, weight, residual, residual=residual)
+            return few_rows_linear(x, weight, residual, residual=residual, scratch=self._parts())
         return residual.addmm_(x.to(weight.dtype), weight.t())
+
+    def _parts(self) -> LinearScratch:
+        found: LinearScratch = self._scratch.get(LinearScratch, NUM_PARTS)
+        return found
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         if activation == "relu2":
@@ -161,7 +167,8 @@ def _sum_in_float32() -> None:
 
 
 def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype == torch.bfloat16
+    few = x.shape[0] <= max_fused_rows(x.device, weight.shape[0])
+    return few and x.dtype == weight.dtype == torch.bfloat16
 
 
 def _rows(x: torch.Tensor, size: int) -> torch.Tensor:

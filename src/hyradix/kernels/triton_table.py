@@ -84,8 +84,10 @@ class AttendConfig:
 class LinearConfig:
     """A product with few rows: outputs per program, inputs at a time.
 
-    has_units: by matrix units, on 16 rows whatever their number. One row can do without, and
-    nothing but the weight goes through a multiprocessor.
+    has_units: by matrix units, ``stages`` tiles of the loop, and inputs shared by ``splits``
+    programs where nothing is fused before or between; else up to four rows by threads, ``stages``
+    blocks of inputs under way, and ``streams``: weights are read as what nobody needs again.
+    is_chained: weights are asked for while the kernel before still runs.
     """
 
     block_o: int
@@ -93,6 +95,9 @@ class LinearConfig:
     num_warps: int
     stages: int
     has_units: bool = True
+    splits: int = 1
+    streams: bool = False
+    is_chained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +138,20 @@ _VERIFY: dict[str, Rows[VerifyConfig]] = {
         (33, VerifyConfig(16, 2, 16)),
     ),
 }
-_LINEAR: dict[str, Rows[LinearConfig]] = {  # by outputs
+_FUSED_ROWS: dict[str, Rows[int]] = {"default": ((1, 16),)}  # by rows of the weight
+_UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of the weight
     "default": (
-        (1, LinearConfig(16, 512, 4, 4)),
-        (8_192, LinearConfig(32, 256, 4, 4)),
-        (65_536, LinearConfig(64, 128, 4, 4)),
+        (1, LinearConfig(64, 128, 2, 4, splits=4)),
+        (8_192, LinearConfig(64, 128, 2, 4)),
     ),
 }
-_VECTOR: dict[str, Rows[LinearConfig]] = {  # by outputs, for one row
+_VECTOR: dict[str, Rows[LinearConfig]] = {  # the same, for up to ``_VECTOR_ROWS`` rows
     "default": (
-        (1, LinearConfig(4, 1024, 4, 1, has_units=False)),
-        (8_192, LinearConfig(8, 1024, 4, 1, has_units=False)),
+        (1, LinearConfig(2, 1024, 4, 9, has_units=False, streams=True)),
+        (8_192, LinearConfig(4, 512, 2, 5, has_units=False, streams=True)),
     ),
 }
+_VECTOR_ROWS: dict[str, int] = {"default": 2}
 _EXPERTS: dict[str, Rows[ExpertConfig]] = {  # by pairs per 16 experts
     "default": (
         (0, ExpertConfig(16, ProductConfig(32, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
@@ -198,9 +204,16 @@ def kda_chunk_config(device: torch.device) -> ChunkConfig:
     return _of(_KDA_CHUNK, device)
 
 
+def max_fused_rows(device: torch.device, outputs: int) -> int:
+    """Up to so many rows a product with a weight of ``outputs`` rows is ``few_rows_linear``, else
+    torch's own."""
+    return _choose(_FUSED_ROWS, device, outputs)
+
+
 def linear_config(device: torch.device, outputs: int, rows: int) -> LinearConfig:
     """For ``rows`` times weights with ``outputs`` rows."""
-    return _choose(_VECTOR if rows == 1 else _LINEAR, device, outputs)
+    is_vector = rows <= _of(_VECTOR_ROWS, device)
+    return _choose(_VECTOR if is_vector else _UNITS, device, outputs)
 
 
 def expert_config(

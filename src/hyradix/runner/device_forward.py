@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.kernels.argmax.triton import best_of
 from hyradix.kernels.attention.triton import DeviceQueries, num_programs, tokens_per_block
 from hyradix.kernels.device_forms import (
     DeviceRoots,
@@ -38,7 +39,6 @@ from hyradix.runner.decode_form import DecodeColumns
 from hyradix.runner.device_batch import Planner, StepPlan
 from hyradix.runner.device_log import DeviceLog
 from hyradix.runner.device_tables import DeviceTables
-from hyradix.sampling.device_picking import best_of
 
 OnDevice = Mapping[str, torch.Tensor]
 

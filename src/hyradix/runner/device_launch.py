@@ -20,6 +20,7 @@ import torch
 
 from hyradix.config import EngineConfig
 from hyradix.device_bytes import ladder
+from hyradix.kernels.argmax.triton import best_of
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, PromptLogprobs, TokenLogprobs
 from hyradix.runner.decode_form import DecodeForm
@@ -32,7 +33,7 @@ from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs
 from hyradix.runner.request_table import RequestTable
 from hyradix.runner.staging import Numbers, Pending, Results, Staging
-from hyradix.sampling.device_picking import best_of, draw_into
+from hyradix.sampling.device_picking import draw_into
 from hyradix.sampling.row_controls import Drawn
 from hyradix.spec_decode.acceptance import TokenSampler
 

@@ -1,13 +1,13 @@
 """Logits to token ids in launches alone: nothing here waits for the device.
 
-Owns: the argmax with its faults, and the inverse CDF without a decision on the host: what
-``picking.py`` decides by looking at values, the caller has decided by parameters (``Drawn``).
-Does not know: requests, rows of a table, where tokens go.
+Owns: the inverse CDF without a decision on the host: what ``picking.py`` decides by looking at
+values, the caller has decided by parameters (``Drawn``).
+Does not know: requests, rows of a table, where tokens go, the argmax (``kernels/argmax``).
 
 Invariants:
 - The same tokens as ``picking.pick`` (its readable twin), ties included: float64 weights, sums in
   id order by ``cumsum``, of equal logits the lower id.
-- A row whose logits are not finite at their largest gives token 0 and is faulty.
+- A row that the argmax found faulty gives token 0.
 - Scratch is bounded: ``BLOCK`` rows at a time.
 Read next: ``row_controls.py``, ``picking.py``.
 """
@@ -22,17 +22,6 @@ BLOCK = 32
 """Rows picked at a time."""
 
 
-def best_of(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """out ``int32[2, M]``: the argmax of ``float32[M, V]``, or 0 and 1 where it is not finite.
-
-    argmax takes NaN for the largest: the value at it tells all faults.
-    """
-    best = logits.argmax(dim=-1)
-    is_faulty = logits.gather(1, best[:, None]).flatten().isfinite().logical_not_()
-    out[0].copy_(best.masked_fill_(is_faulty, 0))
-    out[1].copy_(is_faulty)
-
-
 def draw_into(
     logits: torch.Tensor,
     index: torch.Tensor,
@@ -44,7 +33,7 @@ def draw_into(
 ) -> None:
     """Overwrite ``out[0]`` at ``index`` with what the rows of a ``Drawn`` draw.
 
-    Args: as in ``row_controls.Drawn``, on the device. out: as ``best_of`` left it.
+    Args: as in ``row_controls.Drawn``, on the device. out: as ``kernels/argmax`` left it.
     """
     for first in range(0, len(index), BLOCK):
         block = index[first : first + BLOCK]

@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 from hyradix.kernels.state_slots.triton import Registry
 
-ORDERED = frozenset({"_step_kernel", "_log_step_kernel"})
+ORDERED = frozenset({"_step_kernel", "_log_step_kernel", "units_kernel"})
 """Kernels whose programs read what others stored, behind an atomic counter."""
 
 

@@ -12,7 +12,7 @@ from hyradix.kernels.activation import reference as swiglu_reference
 from hyradix.kernels.activation.triton import activate
 from hyradix.kernels.embedding import reference as embedding_reference
 from hyradix.kernels.embedding.triton import embed
-from hyradix.kernels.linear.triton import few_rows_linear
+from hyradix.kernels.linear.triton import LinearScratch, few_rows_linear
 from hyradix.kernels.rms_norm import reference
 from hyradix.kernels.rms_norm.triton import add_rms_norm, gated_rms_norm
 from hyradix.kernels.triton_support import launch, softplus
@@ -87,12 +87,18 @@ def test_activations_and_embedding(device):
     assert torch.equal(rows.cpu(), embedding_reference.embed(weight, ids).float())
 
 
-SHAPES = [(1, 64, 32, True), (3, 41, 19, True), (16, 96, 50, True), (1, 41, 19, False)]
+UNITS = LinearConfig(32, 32, 4, 2)
+VECTOR = LinearConfig(4, 32, 4, 2, has_units=False)
+STREAMING = LinearConfig(2, 16, 2, 3, has_units=False, streams=True)
+SHAPES = [
+    (1, 64, 32, UNITS), (3, 41, 19, UNITS), (9, 40, 50, UNITS), (16, 96, 50, UNITS),
+    (1, 41, 19, VECTOR), (1, 128, 5, STREAMING), (2, 41, 19, STREAMING), (3, 72, 6, VECTOR),
+    (4, 32, 8, STREAMING),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "size", "outputs", "has_units"), SHAPES)
-def test_products_with_what_is_fused(device, rows, size, outputs, has_units):
-    config = LinearConfig(32 if has_units else 4, 32, 4, 2, has_units)
+@pytest.mark.parametrize(("rows", "size", "outputs", "config"), SHAPES)
+def test_products_with_what_is_fused(device, rows, size, outputs, config):
     # the interpreter multiplies the bits of bfloat16 operands as integers
     dtype, limit = (torch.float32, 1e-5) if device.type == "cpu" else (BFLOAT16, 1e-2)
     x, weight = normal(rows, size, dtype=dtype), normal(2 * outputs, size, seed=1, dtype=dtype)
@@ -111,6 +117,64 @@ def test_products_with_what_is_fused(device, rows, size, outputs, has_units):
     out = poisoned(rows, outputs, device=device, dtype=dtype)
     few_rows_linear(*given, out, norm=norm.to(device), eps=1e-6, is_swiglu=True, config=config)
     assert error(out, swiglu_reference.swiglu(normed @ w.T)) < limit
+
+
+@pytest.mark.parametrize(("rows", "size", "splits"), [(2, 128, 4), (16, 200, 3), (5, 161, 9)])
+def test_products_whose_inputs_are_split(device, rows, size, splits):
+    """Counters are 0 again, whatever the number of splits; parts are where nobody else writes."""
+    dtype, limit = (torch.float32, 1e-5) if device.type == "cpu" else (BFLOAT16, 1e-2)
+    config, scratch = LinearConfig(16, 16, 4, 2, splits=splits), LinearScratch(1 << 14, device)
+    scratch.parts.fill_(NAN)
+    x, weight = normal(rows, size, dtype=dtype), normal(50, size, seed=1, dtype=dtype)
+    residual = normal(rows, 50, seed=3, dtype=dtype)
+    expected = x.double() @ weight.double().T + residual.double()
+    for _ in range(2):
+        out = residual.clone().to(device)
+        few_rows_linear(
+            x.to(device), weight.to(device), out, residual=out, config=config, scratch=scratch
+        )
+        assert error(out, expected) < limit
+        assert not scratch.counters.any()
+    assert not scratch.parts[: splits * 64 * 8].isnan().all()
+
+
+@pytest.mark.parametrize("config", [UNITS, VECTOR, LinearConfig(16, 16, 4, 2, splits=3)])
+def test_a_row_does_not_depend_on_the_others(device, config):
+    x, weight = normal(4, 96, dtype=torch.float32), normal(20, 96, seed=1, dtype=torch.float32)
+    if device.type != "cpu":
+        x, weight = x.to(BFLOAT16), weight.to(BFLOAT16)
+    scratch, found = LinearScratch(1 << 14, device), []
+    for others in (1.0, NAN):
+        rows = x.clone()
+        rows[[0, 1, 3]] *= others
+        out = torch.empty(4, 20, dtype=x.dtype, device=device)
+        few_rows_linear(rows.to(device), weight.to(device), out, config=config, scratch=scratch)
+        found.append(out[2].cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_chained_products(device, rows):
+    """Each reads what the one before wrote, into memory that the one before that had read."""
+    dtype = torch.float32 if device.type == "cpu" else BFLOAT16
+    weights = [normal(256, 256, seed=i, dtype=dtype).to(device) / 16 for i in range(6)]
+    norm, scratch = torch.ones(256, device=device), LinearScratch(1 << 16, device)
+    found = []
+    for is_chained in (False, True):
+        config = LinearConfig(64, 64, 2, 3, splits=2, is_chained=is_chained)
+        if rows == 1:
+            config = LinearConfig(4, 256, 1, 1, has_units=False, is_chained=is_chained)
+        x = normal(rows, 256, seed=9, dtype=dtype).to(device)
+        pair = [x, torch.empty_like(x)]
+        for i, weight in enumerate(weights):
+            given, out = pair[i % 2], pair[1 - i % 2]
+            factor = norm if i % 3 else None
+            few_rows_linear(
+                given, weight, out, norm=factor, eps=1e-6, config=config, scratch=scratch
+            )
+        found.append(pair[0].cpu())
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
 
 
 def test_small_softplus_keeps_its_digits(device):

@@ -124,10 +124,10 @@ def _num_parts(options: KernelBenchOptions, num_sections: int) -> int:
 
 
 def _to_compile(section: Section, options: KernelBenchOptions, device: torch.device) -> list[Bench]:
-    """One bench of each kernel; of a candidate batches share one."""
+    """One bench of each kernel; of a candidate, batches of one note share one."""
     first: dict[tuple[str, str], Bench] = {}
     for bench in filter(options.takes, section.benches(device, tune=options.tune)):
-        label = str(bench.config) if options.tune else str(len(first))
+        label = f"{bench.config} {bench.note}" if options.tune else str(len(first))
         first.setdefault((bench.name, label), bench)
     return list(first.values())
 

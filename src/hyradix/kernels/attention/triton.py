@@ -39,6 +39,8 @@ from hyradix.kernels.triton_support import (
 from hyradix.kernels.triton_table import AttendConfig
 
 _LOG2_E = 1.4426950408889634
+_COMBINED = 2048
+"""Numbers that a program adds up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +140,25 @@ def attend(
         num_warps=config.num_warps, num_stages=config.stages, is_chained=True,
     )  # fmt: skip
     if splits > 1:
-        launch(
-            _combine_kernel,
-            (num_tokens, heads),
-            scratch.o, scratch.lse, out if gate is None else gate,
-            0 if gate is None else gate.stride(0), out, out.stride(0),
-            num_tokens, heads, v_dim, gate is not None, splits, power_of_two(splits),
-            power_of_two(v_dim),
-            num_warps=1,
-        )  # fmt: skip
+        combine(scratch, splits, out, gate=gate)
+    return out
+
+
+def combine(
+    scratch: AttendScratch, splits: int, out: torch.Tensor, *, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The first ``splits * T`` parts of ``scratch``, by split, as ``out`` of ``attend``."""
+    num_tokens, (heads, v_dim) = out.shape[0], scratch.o.shape[1:]
+    block_s, block_v = power_of_two(splits), power_of_two(v_dim)
+    block_v = min(block_v, max(_COMBINED // block_s, 32))
+    launch(
+        _combine_kernel,
+        (num_tokens, heads, triton.cdiv(v_dim, block_v)),
+        scratch.o, scratch.lse, out if gate is None else gate,
+        0 if gate is None else gate.stride(0), out, out.stride(0),
+        num_tokens, heads, v_dim, gate is not None, splits, block_s, block_v,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -252,24 +264,20 @@ def _combine_kernel(
     H: tl.constexpr, DV: tl.constexpr, HAS_GATE: tl.constexpr, SPLITS: tl.constexpr,
     BS: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one head of one token, each weighted by its sum of exponentials."""
+    """Some columns of one head of one token: all parts at once, weighted by their exponentials."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    s, dv = tl.arange(0, BS), tl.arange(0, BDV)
+    s, dv = tl.arange(0, BS), tl.program_id(2) * BDV + tl.arange(0, BDV)
     in_v = dv < DV
-    lses = tl.load(
-        part_lse + (s * num_tokens + token) * H + head, mask=s < SPLITS, other=float("-inf")
-    )
+    part = (s * num_tokens + token) * H + head
+    is_part = s < SPLITS
+    lses = tl.load(part_lse + part, mask=is_part, other=float("-inf"))
+    inside = is_part[:, None] & in_v[None, :]
+    parts = tl.load(part_o + part[:, None] * DV + dv[None, :], mask=inside, other=0.0)
     top = tl.max(lses, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lses - top), 0)
-    o = tl.zeros([BDV], tl.float32)
-    for i in range(SPLITS):
-        part = i * num_tokens + token
-        weight = tl.exp2(tl.load(part_lse + part * H + head) - top)
-        if weight > 0.0:
-            o += weight * tl.load(part_o + (part * H + head) * DV + dv, mask=in_v, other=0.0)
-    o = o / tl.where(total > 0.0, total, 1.0)
+    weights = tl.exp2(lses - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    o = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     if HAS_GATE:
         o *= sigmoid(load32(gate + token * gate_stride + head * DV + dv, in_v))
     store(out + token * out_stride + head * DV + dv, o, in_v)

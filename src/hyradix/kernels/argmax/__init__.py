@@ -1,0 +1,1 @@
+"""One operation: its torch twin and its fast form."""
