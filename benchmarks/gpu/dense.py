@@ -119,7 +119,7 @@ def _candidates(product: Product, batch: int) -> list[LinearConfig]:
     if product.name == UNTUNED:
         return []
     if batch == 1:
-        shapes = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4))
+        shapes = ((1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4))
         found = [_vector(product, o, w) for o, w in shapes]
         found += [_vector(product, o, w, is_chained=False) for o, w in ((4, 2), (2, 4))]
         return [*found, _vector(product, 4, 2, streams=False)]
@@ -151,7 +151,7 @@ def _vector(
     """As many blocks of a row under way as leave a thread registers to add in, no fewer in the
     last turn than before."""
     steps = -(-product.size // (256 * warps))
-    turns = -(-steps * block_o // 24)
+    turns = -(-steps * block_o // 20)
     blocks = -(-steps // turns)
     return LinearConfig(
         block_o, 256 * warps, warps, blocks, has_units=False, streams=streams, is_chained=is_chained
