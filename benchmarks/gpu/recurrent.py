@@ -189,7 +189,7 @@ class _Layers:
         self.projected = normal(sets, tokens, s.projected, dtype=BFLOAT16)
         self.slots = torch.arange(1, batch + 1, dtype=torch.int32).to(device)
         self.counts = torch.full((batch,), LOGGED, dtype=torch.int32).to(device)
-        self.scratch = StepScratch(batch, s.hk, s.hv, s.dv, device, k_dim=s.dk)
+        self.scratch = StepScratch(batch, s.hk, s.hv, s.dk, s.dv, device)
         self.out = torch.empty(tokens, s.hv * s.dv, dtype=BFLOAT16, device=device)
         rows = R + nodes
         k = normal(sets, batch + 1, rows, s.hk, s.dk) * s.dk**-0.5

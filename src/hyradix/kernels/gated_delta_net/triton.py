@@ -70,7 +70,7 @@ def step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_rows, is_log=False)
-    if not config.is_fused and scratch.inputs is not None:
+    if not config.is_fused:
         return prepared_step_(projected, weights, slots, conv_state, state, scratch, out, config)
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))

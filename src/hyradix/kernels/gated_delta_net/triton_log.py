@@ -74,7 +74,7 @@ def log_step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_tokens, is_log=True)
-    if not config.is_fused and scratch.inputs is not None:
+    if not config.is_fused:
         return prepared_step_(
             projected, weights, slots, conv_state, state, scratch, out, config,
             rows=rows, num_log_rows=num_log_rows, log=log,
