@@ -113,6 +113,16 @@ def softplus(x):
 
 
 @triton.jit
+def issue_loads():
+    """What was loaded above is asked for before anything below: nothing is waited for but threads.
+
+    Without it the assembler puts a load off until just before its use, and one wait follows the
+    other.
+    """
+    tl.debug_barrier()
+
+
+@triton.jit
 def load32(pointer, mask):
     """Float32 of whatever is stored there, 0 outside the mask."""
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)

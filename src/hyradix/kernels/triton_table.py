@@ -38,6 +38,7 @@ class StepConfig:
     is_fused: bool = True
     block_k: int = 0
     stages: int = 1
+    prepare_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 )
 from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.triton_support import (
+    issue_loads,
     launch,
     load32,
     load_state,
@@ -111,6 +112,7 @@ def _step_kernel(
         return
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
     base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
+    issue_loads()
     x = projected + row * projected_stride
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)
@@ -119,6 +121,7 @@ def _step_kernel(
     v = convolved(x, window, CHANNELS, conv_w, v_channel, in_v, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
     z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
+    issue_loads()
     q, k = tl.split(unit(qk))
     q, kept = q * (DK**-0.5), tl.exp(g)
     u = beta * (v - kept * tl.sum(base * k[:, None], 0))

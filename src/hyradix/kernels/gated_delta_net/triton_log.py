@@ -35,6 +35,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.triton_support import (
+    issue_loads,
     launch,
     load32,
     load_state,
@@ -115,6 +116,7 @@ def _log_step_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     log_row = tl.load(rows + row).to(tl.int64)
     count = tl.load(num_log_rows + row)
+    issue_loads()
     d, j, column = tl.arange(0, BK), tl.arange(0, BR), block * BV + tl.arange(0, BV)
     in_k, is_row, in_v = d < DK, j < count, column < DV
     v_column = v_head * DV + column
@@ -124,6 +126,7 @@ def _log_step_kernel(
         return
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
     base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
+    issue_loads()
     log_k += log_row * k_stride + head * DK + d
     log_u += log_row * u_stride + v_column
     log_g += log_row * g_stride + v_head
@@ -139,6 +142,7 @@ def _log_step_kernel(
     v = convolved_by_log(x, window, log_conv, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
     z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
+    issue_loads()
 
     q, k = tl.split(unit(qk))
     q *= DK**-0.5

@@ -33,7 +33,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_stream import OutputNorm, stream_
-from hyradix.kernels.triton_support import launch, load32, power_of_two, store
+from hyradix.kernels.triton_support import issue_loads, launch, load32, power_of_two, store
 from hyradix.kernels.triton_table import StepConfig
 
 
@@ -68,7 +68,7 @@ def prepared_step_(
         conv_state.shape[1] + 1, log.num_log_rows if is_log else 0,
         log.first_node - log.num_log_rows if is_log else 0, power_of_two(dk), power_of_two(dv),
         power_of_two(ratio), power_of_two(log.num_log_rows) if is_log else 1, is_log,
-        num_warps=4,
+        num_warps=config.prepare_warps,
     )  # fmt: skip
     z = projected[:, channels : channels + num_v_heads * dv]
     holds_head = config.block_v >= dv
@@ -99,6 +99,7 @@ def _prepare_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     log_row = tl.load(rows + row).to(tl.int64)
     count = tl.load(num_log_rows + row)
+    issue_loads()
     if slot == 0:
         return
     x = projected + row * projected_stride
@@ -119,12 +120,16 @@ def _prepare_kernel(
         place_u = log_u + (j[:, None, None] * (HV * DV) + v_column[None, :, :])
         us = load32(place_u, is_row[:, None, None] & in_v[None, :, :])
         row_g = load32(log_g[None, :] + j[:, None] * HV, is_row[:, None] & in_h[None, :])
-        qk = convolved_by_log(x, window, columns, count, conv_w, channel, mask, CHANNELS, WIDTH)
+        issue_loads()
         v = convolved_by_log(x, window, columns, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
+        issue_loads()
+        qk = convolved_by_log(x, window, columns, count, conv_w, channel, mask, CHANNELS, WIDTH)
     else:
-        qk = convolved(x, window, CHANNELS, conv_w, channel, mask, CHANNELS, WIDTH)
         v = convolved(x, window, CHANNELS, conv_w, v_channel, in_v, CHANNELS, WIDTH)
+        issue_loads()
+        qk = convolved(x, window, CHANNELS, conv_w, channel, mask, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
+    issue_loads()
     q, k = tl.split(unit(qk))
     q *= DK**-0.5
     k_place, v_place = (row * HK + head) * DK + d, row * (HV * DV) + v_column

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.triton_support import (
+    issue_loads,
     launch,
     load32,
     load_state,
@@ -122,6 +123,7 @@ def _stream_kernel(
     in_k, in_v = d < DK, column < DV
     out += token * out_stride + head * DV + column
     slot = tl.load(slots + token).to(tl.int64)
+    row, count = tl.load(rows + token).to(tl.int64), tl.load(num_log_rows + token)
     if slot == 0:
         store(out, tl.zeros([BV], tl.float32), in_v)
         return
@@ -136,15 +138,20 @@ def _stream_kernel(
         o = load32(all_o + v_head * DV + column, in_v)
     decay, beta = tl.load(all_decay + v_head), tl.load(all_beta + v_head)
     qk = tl.load(all_qk + k_head)
+    if HAS_NORM:
+        gate = load32(z + token * z_stride + head * DV + column, in_v)
+        scale = load32(weight + column, in_v)
+    issue_loads()
     read_k, read_q = tl.sum(base * k[:, None], 0), tl.sum(base * q[:, None], 0)
     u = beta * (v - decay * read_k) if HAS_DELTA else beta * v
     o += decay * read_q + qk * u
     if IS_LOG:
-        _append(log_u, u_stride, rows, num_log_rows, token, u, head * DV + column, in_v, HV * DV, R)
+        log_u += row * u_stride + count * (HV * DV) + head * DV
+        tl.store(log_u + column, u, mask=in_v & (count < R))
     else:
         store_state(place, base * decay + k[:, None] * u[None, :], inside, STREAMS)
     if HAS_NORM:
-        o = _normed(o, z + token * z_stride + head * DV + column, weight + column, in_v, eps, DV)
+        o *= scale * silu(gate) / tl.sqrt(tl.sum(o * o, 0) / DV + eps)
     store(out, o, in_v)
 
 
@@ -163,6 +170,7 @@ def _pass_kernel(
     in_v = column < DV
     out += token * out_stride + head * DV + column
     slot = tl.load(slots + token).to(tl.int64)
+    row, count = tl.load(rows + token).to(tl.int64), tl.load(num_log_rows + token)
     if slot == 0:
         store(out, tl.zeros([BV], tl.float32), in_v)
         return
@@ -171,32 +179,21 @@ def _pass_kernel(
     all_k += k_head * DK + i
     all_q += k_head * DK + i
     read_k, read_q = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+    v, o = load32(all_v + v_head * DV + column, in_v), load32(all_o + v_head * DV + column, in_v)
+    decay, beta = tl.load(all_decay + v_head), tl.load(all_beta + v_head)
+    qk = tl.load(all_qk + k_head)
+    if HAS_NORM:
+        gate = load32(z + token * z_stride + head * DV + column, in_v)
+        scale = load32(weight + column, in_v)
     for first in tl.range(0, DK, BK, num_stages=STAGES):
         in_k = first + i < DK
         base = load_state(place + first * DV, in_k[:, None] & in_v[None, :], STREAMS)
         read_k += tl.sum(base * load32(all_k + first, in_k)[:, None], 0)
         read_q += tl.sum(base * load32(all_q + first, in_k)[:, None], 0)
-    v, o = load32(all_v + v_head * DV + column, in_v), load32(all_o + v_head * DV + column, in_v)
-    decay, beta = tl.load(all_decay + v_head), tl.load(all_beta + v_head)
-    qk = tl.load(all_qk + k_head)
     u = beta * (v - decay * read_k) if HAS_DELTA else beta * v
     o += decay * read_q + qk * u
-    _append(log_u, u_stride, rows, num_log_rows, token, u, head * DV + column, in_v, HV * DV, R)
+    log_u += row * u_stride + count * (HV * DV) + head * DV
+    tl.store(log_u + column, u, mask=in_v & (count < R))
     if HAS_NORM:
-        o = _normed(o, z + token * z_stride + head * DV + column, weight + column, in_v, eps, DV)
+        o *= scale * silu(gate) / tl.sqrt(tl.sum(o * o, 0) / DV + eps)
     store(out, o, in_v)
-
-
-@triton.jit
-def _append(
-    log_u, u_stride, rows, num_log_rows, token, u, column, mask, ROW: tl.constexpr, R: tl.constexpr
-):
-    """u of a token to its log, which has room for R rows."""
-    row, count = tl.load(rows + token).to(tl.int64), tl.load(num_log_rows + token)
-    tl.store(log_u + row * u_stride + count * ROW + column, u, mask=mask & (count < R))
-
-
-@triton.jit
-def _normed(o, z, weight, mask, eps, DV: tl.constexpr):
-    scale = load32(weight, mask) * silu(load32(z, mask))
-    return o * scale / tl.sqrt(tl.sum(o * o, 0) / DV + eps)
