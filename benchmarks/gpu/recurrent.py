@@ -83,9 +83,7 @@ def _candidates(batch: int, *, is_log: bool) -> list[StepConfig]:
     if batch > 8 and is_log:
         for shape in ((128, 1, 8, 3), (128, 1, 8, 4), (128, 1, 16, 3), (64, 1, 16, 3)):
             width, warps, block_k, stages = shape
-            configs.append(
-                StepConfig(width, warps, is_fused=False, block_k=block_k, stages=stages)
-            )
+            configs.append(StepConfig(width, warps, is_fused=False, block_k=block_k, stages=stages))
     return configs
 
 

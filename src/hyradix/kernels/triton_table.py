@@ -45,7 +45,7 @@ class StepConfig:
 class FoldConfig:
     """A fold: columns of d_v per program; "fma" sums rows one by one, "tf32x3" as one product.
 
-    stages: rows of the log under way at once ("fma").
+    stages: less one, rows of the log under way ("fma").
     """
 
     block_v: int

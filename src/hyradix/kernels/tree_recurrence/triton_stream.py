@@ -130,6 +130,7 @@ def _stream_kernel(
     place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
     inside = in_k[:, None] & in_v[None, :]
     base = load_state(place, inside, STREAMS)
+    issue_loads()
     k_head, v_head = token * (HV // RATIO) + head // RATIO, token * HV + head
     k = load32(all_k + k_head * DK + d, in_k)
     q = load32(all_q + k_head * DK + d, in_k)
