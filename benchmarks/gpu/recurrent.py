@@ -73,8 +73,10 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
 
 def _candidates(batch: int, *, is_log: bool) -> list[StepConfig]:
     """One launch where rows are few; where they are many, launches whose last is a pure stream."""
-    fused = ((16, 1), (32, 1), (32, 2), (64, 4), (128, 8)) if batch <= 8 else ((32, 1), (128, 8))
-    streams = ((16, 1), (32, 1), (32, 2), (64, 2), (128, 4), (128, 8))
+    fused, streams = ((32, 1), (128, 8)), ((16, 1), (32, 1), (32, 2), (64, 2), (128, 4), (128, 8))
+    if batch <= 8:
+        fused = ((16, 1), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8), (128, 16))
+        streams = ((32, 1), (32, 2), (128, 8))
     configs = [StepConfig(*shape) for shape in fused]
     configs += [StepConfig(*shape, is_fused=False) for shape in streams]
     configs.append(StepConfig(32, 1, is_fused=False, prepare_warps=8))

@@ -138,11 +138,11 @@ def _log_step_kernel(
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)
     v_channel = 2 * HK * DK + v_column
-    qk = convolved_by_log(x, window, log_conv, count, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
     v = convolved_by_log(x, window, log_conv, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
     z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
     issue_loads()
+    qk = convolved_by_log(x, window, log_conv, count, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
 
     q, k = tl.split(unit(qk))
     q *= DK**-0.5

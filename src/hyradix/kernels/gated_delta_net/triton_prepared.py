@@ -1,8 +1,8 @@
 """One decode step of a gated delta net in two or three launches: what is ready first, the states.
 
 Owns: ``prepared_step_``, and the launch before the states are read: convolution, gates, windows (or
-raw columns of a log), and all that a log's rows add to what is read of a state. Does not know: which
-way of stepping is faster (``triton_table.py``).
+raw columns of a log), and all that a log's rows add to what is read of a state. Does not know:
+which way of stepping is faster (``triton_table.py``).
 
 The launch that reads states is then a pure stream; the norm is its last lines where a program holds
 a whole head, else a launch of its own.

@@ -11,7 +11,8 @@ Invariants:
 - A program asks for its block of the state first; what else it reads depends on no other load.
 - Float32 throughout, sums without matrix units. By a log only u is appended; the count stays.
 - Rows of the sink (slot 0) are padding: their output is zeros, nothing else is read or written.
-Read next: ``rules.py`` (the meaning), ``../gated_delta_net/triton_prepared.py`` (the launch before).
+Read next: ``rules.py`` (the meaning), ``triton_ready.py`` and
+``../gated_delta_net/triton_prepared.py`` (the launch before).
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)
@@ -42,7 +43,8 @@ class StreamInputs:
     """What a step's launches leave for each other; layers use it in turn.
 
     q, k: ``[N, Hk, dk]``. qk: ``[N, Hk]``, the product of both without decays. v, o: ``[N, Hv,
-    dv]``, less and plus what the log's rows hold (o: by a log). decay: ``[N, Hv]`` from the state read to now.
+    dv]``, less and plus what the log's rows hold (o: by a log). decay: ``[N, Hv]``, from the state
+    that is read to now.
     """
 
     def __init__(
