@@ -128,7 +128,7 @@ _STEP: dict[str, Rows[StepConfig]] = {
 _STEP_LOG: dict[str, Rows[StepConfig]] = {
     "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
 }
-_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(64, 4, streams=True)),)}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, stages=4, streams=True)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
 _VERIFY: dict[str, Rows[VerifyConfig]] = {

@@ -41,6 +41,7 @@ from hyradix.kernels.triton_support import (
     power_of_two,
     store,
     store_state,
+    two_sums,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -124,8 +125,9 @@ def _step_kernel(
     qk = convolved(x, window, CHANNELS, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
     q, k = tl.split(unit(qk))
     q, kept = q * (DK**-0.5), tl.exp(g)
-    u = beta * (v - kept * tl.sum(base * k[:, None], 0))
-    value = kept * tl.sum(base * q[:, None], 0) + tl.sum(q * k, 0) * u
+    read_k, read_q = two_sums(base, k[:, None], q[:, None], 0)
+    u = beta * (v - kept * read_k)
+    value = kept * read_q + tl.sum(q * k, 0) * u
     new = base * kept + k[:, None] * u[None, :]
     counter = counters + row * HK + head
     if BLOCKS == 1:

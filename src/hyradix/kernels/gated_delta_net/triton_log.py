@@ -41,6 +41,7 @@ from hyradix.kernels.triton_support import (
     load_state,
     power_of_two,
     store,
+    two_sums,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -149,11 +150,11 @@ def _log_step_kernel(
     after = tl.sum(tl.where(j[None, :] > j[:, None], row_g[None, :], 0.0), 1)
     from_row = tl.where(is_row, tl.exp(g + after), 0.0)
     from_base = tl.exp(g + tl.sum(row_g, 0))
-    at_k, at_q = tl.sum(keys * k[None, :], 1) * from_row, tl.sum(keys * q[None, :], 1) * from_row
-    read_k = from_base * tl.sum(base * k[:, None], 0) + tl.sum(us * at_k[:, None], 0)
-    read_q = from_base * tl.sum(base * q[:, None], 0) + tl.sum(us * at_q[:, None], 0)
-    u = beta * (v - read_k)
-    value = read_q + tl.sum(q * k, 0) * u
+    at_k, at_q = two_sums(keys, k[None, :], q[None, :], 1)
+    row_k, row_q = two_sums(us, (at_k * from_row)[:, None], (at_q * from_row)[:, None], 0)
+    base_k, base_q = two_sums(base, k[:, None], q[:, None], 0)
+    u = beta * (v - (from_base * base_k + row_k))
+    value = from_base * base_q + row_q + tl.sum(q * k, 0) * u
     fits = count < R
     store(log_u + count * (HV * DV), u, in_v & fits)
     own = log_conv + count * CHANNELS

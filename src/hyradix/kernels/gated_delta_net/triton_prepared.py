@@ -33,7 +33,14 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_stream import OutputNorm, stream_
-from hyradix.kernels.triton_support import issue_loads, launch, load32, power_of_two, store
+from hyradix.kernels.triton_support import (
+    issue_loads,
+    launch,
+    load32,
+    power_of_two,
+    store,
+    two_sums,
+)
 from hyradix.kernels.triton_table import StepConfig
 
 
@@ -141,10 +148,11 @@ def _prepare_kernel(
         # from each row on, the sum of the rows behind it: no difference
         is_later = j[None, :, None] > j[:, None, None]
         from_row = tl.exp(tl.sum(tl.where(is_later, row_g[None, :, :], 0.0), 1) + g[None, :])
-        at_k = tl.sum(keys * k[None, :], 1)[:, None] * from_row
-        at_q = tl.sum(keys * q[None, :], 1)[:, None] * from_row
-        tl.store(all_v + v_place, v - tl.sum(us * at_k[:, :, None], 0), mask=in_v)
-        tl.store(all_o + v_place, tl.sum(us * at_q[:, :, None], 0), mask=in_v)
+        at_k, at_q = two_sums(keys, k[None, :], q[None, :], 1)
+        at_k, at_q = at_k[:, None] * from_row, at_q[:, None] * from_row
+        row_k, row_q = two_sums(us, at_k[:, :, None], at_q[:, :, None], 0)
+        tl.store(all_v + v_place, v - row_k, mask=in_v)
+        tl.store(all_o + v_place, row_q, mask=in_v)
         tl.store(all_decay + row * HV + v_head, tl.exp(tl.sum(row_g, 0) + g), mask=in_h)
         fits = count < R
         tl.store(log_k + count * (HK * DK), k, mask=in_k & fits)

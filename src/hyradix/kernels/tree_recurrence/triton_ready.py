@@ -22,7 +22,7 @@ import triton.language as tl
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs
-from hyradix.kernels.triton_support import issue_loads, launch, load32, power_of_two
+from hyradix.kernels.triton_support import issue_loads, launch, load32, power_of_two, two_sums
 
 
 def ready_(
@@ -102,12 +102,10 @@ def _ready_kernel(
         issue_loads()
         after = tl.sum(tl.where(j[None, :] > j[:, None], row_g[None, :], 0.0), 1)
         decays, decay, from_row = 1.0, tl.exp(g + tl.sum(row_g, 0)), tl.exp(after + g)
-    at_q = tl.sum(keys * q[None, :], 1) * from_row
-    if HAS_DELTA:
-        at_k = tl.sum(keys * k[None, :], 1) * from_row
-        v -= tl.sum(us * at_k[:, None], 0)
-    tl.store(ready_v + v_head * DV + c, v, mask=in_v)
-    tl.store(ready_o + v_head * DV + c, tl.sum(us * at_q[:, None], 0), mask=in_v)
+    at_k, at_q = two_sums(keys, k[None, :], q[None, :], 1)
+    row_k, row_q = two_sums(us, (at_k * from_row)[:, None], (at_q * from_row)[:, None], 0)
+    tl.store(ready_v + v_head * DV + c, v - row_k if HAS_DELTA else v, mask=in_v)
+    tl.store(ready_o + v_head * DV + c, row_q, mask=in_v)
     tl.store(ready_decay + v_head, decay)
     tl.store(ready_beta + v_head, tl.load(all_beta + v_head))
     if head % SHARED == 0:

@@ -35,6 +35,7 @@ from hyradix.kernels.triton_support import (
     silu,
     store,
     store_state,
+    two_sums,
 )
 from hyradix.kernels.triton_table import StepConfig
 
@@ -145,7 +146,7 @@ def _stream_kernel(
         gate = load32(z + token * z_stride + head * DV + column, in_v)
         scale = load32(weight + column, in_v)
     issue_loads()
-    read_k, read_q = tl.sum(base * k[:, None], 0), tl.sum(base * q[:, None], 0)
+    read_k, read_q = two_sums(base, k[:, None], q[:, None], 0)
     u = beta * (v - decay * read_k) if HAS_DELTA else beta * v
     o += decay * read_q + qk * u
     if IS_LOG:
