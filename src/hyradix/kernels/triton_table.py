@@ -123,10 +123,10 @@ Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
 _STEP: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
+    "default": ((1, StepConfig(128, 8)), (16, StepConfig(32, 1, is_fused=False))),
 }
 _STEP_LOG: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
+    "default": ((1, StepConfig(128, 8)), (16, StepConfig(32, 1, is_fused=False))),
 }
 _FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, stages=4, streams=True)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp

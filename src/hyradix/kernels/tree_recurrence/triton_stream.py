@@ -98,7 +98,7 @@ def stream_(
     z = out if norm is None else norm.z
     block_k = min(config.block_k or power_of_two(dk), power_of_two(dk))
     launch(
-        _pass_kernel if config.block_k and is_log else _stream_kernel,
+        _stream_rows_kernel if config.block_k and is_log else _stream_kernel,
         (num_tokens * num_v_heads * blocks,),
         x.q, x.k, x.qk, x.v, x.o, x.decay, x.beta, slots, rows if is_log else slots,
         num_log_rows if is_log else slots, state, log.u if is_log else state,
@@ -160,7 +160,7 @@ def _stream_kernel(
 
 
 @triton.jit
-def _pass_kernel(
+def _stream_rows_kernel(
     all_q, all_k, all_qk, all_v, all_o, all_decay, all_beta, slots, rows, num_log_rows, state,
     log_u, u_stride, out, out_stride, z, z_stride, weight, eps,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
