@@ -54,13 +54,10 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     for batch in BATCHES:
         configs: list[FoldConfig | None] = [None]
         if tune:
-            shapes = ((16, 1), (32, 2), (64, 4), (128, 8))
-            configs += [
-                FoldConfig(*shape, "fma", stages, streams)
-                for shape in shapes
-                for stages in (1, 2)
-                for streams in (False, True)
-            ]
+            shapes = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4))
+            configs += [FoldConfig(*shape, stages=4) for shape in shapes]
+            configs += [FoldConfig(32, 2, stages=stages) for stages in (3, 6)]
+            configs.append(FoldConfig(32, 2, stages=4, streams=True))
             configs += [FoldConfig(16, 1, "tf32x3"), FoldConfig(32, 2, "tf32x3")]
         for config in configs:
             for count in (4, R):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import BATCHES, TUNED, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
 from hyradix.kernels.gated_delta_net.tree_reference import mix_trees
 from hyradix.kernels.gated_delta_net.triton import step_
@@ -36,7 +36,13 @@ B4 = MixerShape(16, 32, 128, 128)
 SHAPES = (MixerShape(3, 6, 40, 72, 4), MixerShape(1, 2, 33, 17, 3), B4)
 R, LOGGED = 16, 8
 BFLOAT16 = torch.bfloat16
-CHECKED = (None, StepConfig(64, 4, 128, True), StepConfig(64, 4, is_fused=False))
+CHECKED = (
+    None,
+    StepConfig(64, 4, 128, True),
+    StepConfig(32, 1, is_fused=False),
+    StepConfig(128, 4, is_fused=False),
+    StepConfig(128, 1, is_fused=False, block_k=8, stages=3),
+)
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -50,15 +56,10 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
-    configs: list[StepConfig | None] = [None]
-    if tune:
-        shapes = ((16, 1, 0), (32, 2, 0), (64, 4, 0), (64, 4, 128), (128, 8, 0), (128, 8, 128))
-        configs += [StepConfig(*shape, streams=s) for shape in shapes for s in (False, True)]
-        shapes = ((16, 1, 0), (32, 2, 0), (64, 4, 0), (64, 4, 128), (128, 8, 128))
-        configs += [StepConfig(*shape, streams=True, is_fused=False) for shape in shapes]
-    for batch in TUNED if tune else BATCHES:
-        for config in configs:
+    for batch in BATCHES:
+        for config in (None, *(_candidates(batch, is_log=False) if tune else ())):
             yield _bench_step(batch, config, device)
+        for config in (None, *(_candidates(batch, is_log=True) if tune else ())):
             yield _bench_log(batch, config, device)
     for batch in (1, 8, 64):
         for nodes in (4, 16, 64):
@@ -68,6 +69,24 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
                 verify += [VerifyConfig(32, 4, 16)] if nodes <= 32 else []
             for tree_config in verify:
                 yield bench_trees(batch, nodes, tree_config, device)
+
+
+def _candidates(batch: int, *, is_log: bool) -> list[StepConfig]:
+    """One launch where rows are few; where they are many, launches whose last is a pure stream."""
+    fused, streams = ((32, 1), (128, 8)), ((16, 1), (32, 1), (32, 2), (64, 2), (128, 4), (128, 8))
+    if batch <= 8:
+        fused = ((16, 1), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8), (128, 16))
+        streams = ((32, 1), (32, 2), (128, 8))
+    configs = [StepConfig(*shape) for shape in fused]
+    configs += [StepConfig(*shape, is_fused=False) for shape in streams]
+    configs.append(StepConfig(32, 1, is_fused=False, prepare_warps=8))
+    if batch > 8:
+        configs.append(StepConfig(32, 1, streams=True, is_fused=False))
+    if batch > 8 and is_log:
+        for shape in ((128, 1, 8, 3), (128, 1, 8, 4), (128, 1, 16, 3), (64, 1, 16, 3)):
+            width, warps, block_k, stages = shape
+            configs.append(StepConfig(width, warps, is_fused=False, block_k=block_k, stages=stages))
+    return configs
 
 
 def _check_step(
@@ -189,7 +208,7 @@ class _Layers:
         self.projected = normal(sets, tokens, s.projected, dtype=BFLOAT16)
         self.slots = torch.arange(1, batch + 1, dtype=torch.int32).to(device)
         self.counts = torch.full((batch,), LOGGED, dtype=torch.int32).to(device)
-        self.scratch = StepScratch(batch, s.hk, s.hv, s.dv, device, k_dim=s.dk)
+        self.scratch = StepScratch(batch, s.hk, s.hv, s.dk, s.dv, device)
         self.out = torch.empty(tokens, s.hv * s.dv, dtype=BFLOAT16, device=device)
         rows = R + nodes
         k = normal(sets, batch + 1, rows, s.hk, s.dk) * s.dk**-0.5

@@ -17,7 +17,9 @@ from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.state_log import folded
 from hyradix.kernels.tree_recurrence.triton_channels import ChannelScratch
 from hyradix.kernels.tree_recurrence.triton_step import log_step_, step_
+from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs
 from hyradix.kernels.tree_recurrence.triton_verify import TreeScratch, verify_nodes_
+from hyradix.kernels.triton_table import StepConfig
 from tests.kernels.tree_recurrence.cases import make_case, parts
 from tests.kernels.triton_kernels.cases import NAN, error
 from tests.kernels.triton_kernels.test_families import CASES, kda_case, mamba2_case, run_steps
@@ -44,11 +46,15 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
-    del tune
+    shapes = ((16, 1), (32, 1), (64, 2))
     for rule in SHAPES:
         for batch in (1, 64, 256):
-            for is_log in (False, True):
-                yield _bench_step(rule, batch, is_log, device)
+            configs = [StepConfig(*shape) for shape in shapes] if tune else []
+            for config in (None, *configs):
+                yield _bench_step(rule, batch, False, config, device)
+            configs += [StepConfig(*shape, is_fused=False) for shape in shapes] if tune else []
+            for config in (None, *configs):
+                yield _bench_step(rule, batch, True, config, device)
         for batch, nodes in ((1, 4), (64, 4), (8, 64)):
             yield _bench_verify(rule, batch, nodes, device)
 
@@ -82,14 +88,19 @@ def _check_steps(
     log = SpecLayer(mode="log", conv=None, first_node=0, num_log_rows=capacity, k=k, u=u, g=g)
     one = torch.ones(1, dtype=torch.int32, device=device)
     out.fill_(NAN)
-    log_step_(rule, *token, slots, one, one * count, pool.to(device), log, out)
     rows = Rows(*(x[1:, :count].double() for x in arrays))
     before = folded(case.base.double(), rows, torch.tensor([count]))[0]
     _, after = update(rule, before, *inputs[1:])
-    yield Check(f"log step, {name}", error(out[0], read(after, inputs[0])), 1e-5)
-    rows = Rows(*(x[1:].double().cpu() for x in (k, u, g)))
-    found = folded(case.base.double(), rows, torch.tensor([capacity]))[0]
-    yield Check(f"log step, {name}: folded", error(found, after), 1e-5)
+    for config in (None, StepConfig(32, 1, is_fused=False)):
+        between = _inputs(rule, 1, heads, dims, device)
+        log_step_(
+            rule, *token, slots, one, one * count, pool.to(device), log, between, out,
+            config=config,
+        )  # fmt: skip
+        yield Check(f"log step, {name}, {config}", error(out[0], read(after, inputs[0])), 1e-5)
+        rows = Rows(*(x[1:].double().cpu() for x in (k, u, g)))
+        found = folded(case.base.double(), rows, torch.tensor([capacity]))[0]
+        yield Check(f"log step, {name}, {config}: folded", error(found, after), 1e-5)
 
 
 def _check_verify(
@@ -169,25 +180,39 @@ def _bytes(rule: Rule) -> tuple[int, int]:
     return hv * dk * dv * 4, (hk * dk + hv * (dv + dg)) * 4
 
 
-def _bench_step(rule: Rule, batch: int, is_log: bool, device: torch.device) -> Bench:
+def _inputs(
+    rule: Rule, batch: int, heads: tuple[int, int], dims: tuple[int, int], device: torch.device
+) -> StreamInputs:
+    num_k_heads = heads[1] if rule.has_channel_decay else heads[0]
+    return StreamInputs(batch, num_k_heads, heads[1], *dims, device)
+
+
+def _bench_step(
+    rule: Rule, batch: int, is_log: bool, config: StepConfig | None, device: torch.device
+) -> Bench:
     def build(sets: int) -> list[Call]:
         slots = torch.arange(1, batch + 1, dtype=torch.int32).to(device)
         counts = torch.full((batch,), LOGGED, dtype=torch.int32).to(device)
         (_, hv), (_, dv) = SHAPES[rule]
         out = torch.empty(batch, hv, dv, device=device)
+        between = _inputs(rule, batch, *SHAPES[rule], device)
 
         def call() -> Call:
             state, log, token = _layer(rule, batch, R, batch, device)
             if is_log:
-                return lambda: log_step_(rule, *token, slots, slots, counts, state, log, out)
-            return lambda: step_(rule, *token, slots, state, out)
+                return lambda: log_step_(
+                    rule, *token, slots, slots, counts, state, log, between, out, config=config
+                )
+            return lambda: step_(rule, *token, slots, state, out, config=config)
 
         return [call() for _ in range(sets)]
 
     state, row = _bytes(rule)
     num_bytes = batch * (state + (LOGGED + 2) * row if is_log else 2 * state + 2 * row)
     kind = f"log of {LOGGED}" if is_log else "in place"
-    return Bench(f"{rule.name} step, {kind}", batch, num_bytes, build)
+    note = "" if config is None else str(config)
+    name = f"{rule.name} step, {kind}"
+    return Bench(name, batch, num_bytes, build, note=note, config=config)
 
 
 def _bench_verify(rule: Rule, batch: int, nodes: int, device: torch.device) -> Bench:

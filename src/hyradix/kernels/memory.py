@@ -94,4 +94,6 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor.clone()
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

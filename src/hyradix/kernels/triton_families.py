@@ -160,16 +160,15 @@ Made = tuple[Family, Any, Sized, Sized, Sized]
 def _gated_delta_net(weights: MixerWeights, device: torch.device) -> Made:
     k_heads, v_heads, v_dim = weights.num_k_heads, weights.dt_bias.numel(), weights.norm.numel()
     heads = (k_heads, v_heads, _k_dim(weights.conv, k_heads, v_heads, v_dim), v_dim)
-    step = StepScratch, (k_heads, v_heads, v_dim)
     packed = PackedMixer.of(weights, device)
-    return GDN, packed, step, (ChunkScratch, heads), (TreeScratch, heads)
+    return GDN, packed, (StepScratch, heads), (ChunkScratch, heads), (TreeScratch, heads)
 
 
 def _mamba2(weights: Mamba2Weights, device: torch.device) -> Made:
     k_heads, v_heads = weights.num_k_heads, weights.dt_bias.numel()
     v_dim = weights.norm.numel() // v_heads
     heads = (k_heads, v_heads, _k_dim(weights.conv, k_heads, v_heads, v_dim), v_dim)
-    step = mamba2_step.Mamba2Scratch, (weights.conv.shape[0], v_heads, v_dim)
+    step = mamba2_step.Mamba2Scratch, heads
     packed = mamba2_step.DeviceMamba2.of(weights, device)
     return MAMBA2, packed, step, (Mamba2ChunkScratch, heads), (Mamba2TreeScratch, heads)
 

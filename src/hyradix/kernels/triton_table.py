@@ -26,7 +26,9 @@ class StepConfig:
     """A recurrent step: columns of d_v of a program, and its warps.
 
     streams: states are read, and written, as what nobody needs again soon. is_fused: one launch for
-    convolution, recurrence and norm, where a family has it; else a launch each.
+    convolution, recurrence and norm, where a family has it; else a launch for what is ready first,
+    and the norm by the program that holds a whole head or by a third. block_k: by a log, rows of
+    d_k at a time, ``stages`` - 1 of them under way (0: all, in registers).
     """
 
     block_v: int
@@ -34,13 +36,16 @@ class StepConfig:
     max_registers: int = 0
     streams: bool = False
     is_fused: bool = True
+    block_k: int = 0
+    stages: int = 1
+    prepare_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FoldConfig:
     """A fold: columns of d_v per program; "fma" sums rows one by one, "tf32x3" as one product.
 
-    stages: rows of the log under way at once ("fma").
+    stages: less one, rows of the log under way ("fma").
     """
 
     block_v: int
@@ -123,12 +128,12 @@ Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
 _STEP: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
+    "default": ((1, StepConfig(128, 8)), (16, StepConfig(32, 1, is_fused=False))),
 }
 _STEP_LOG: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(128, 8)), (8, StepConfig(128, 8, 128, streams=True))),
+    "default": ((1, StepConfig(128, 8)), (16, StepConfig(32, 1, is_fused=False))),
 }
-_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(64, 4, streams=True)),)}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, stages=4, streams=True)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
 _VERIFY: dict[str, Rows[VerifyConfig]] = {

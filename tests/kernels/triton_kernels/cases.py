@@ -70,7 +70,7 @@ class MixerCase:
             eps=1e-6,
         )
         self.packed = PackedMixer.of(self.mixer, self.device)
-        self.scratch = StepScratch(n, s.hk, s.hv, s.dv, self.device, k_dim=s.dk)
+        self.scratch = StepScratch(n, s.hk, s.hv, s.dk, s.dv, self.device)
         self.slots = torch.randperm(n, generator=self.generator).int() + 1
         if n > 2:
             self.slots[1] = 0

@@ -54,7 +54,7 @@ def mamba2_case(device, hk, hv, dk, dv, limits):
         skip=torch.randn(hv), norm=torch.randn(hv * dv), num_norm_groups=hk, eps=1e-5,
     )  # fmt: skip
     weights = mamba2.DeviceMamba2.of(raw, device)
-    scratch = mamba2.Mamba2Scratch(3, channels, hv, dv, device)
+    scratch = mamba2.Mamba2Scratch(3, hk, hv, dk, dv, device)
 
     def ours(given, pools, out, **log):
         return mamba2.step_(*given, weights, SLOTS.to(device), *pools, scratch, out, **log)

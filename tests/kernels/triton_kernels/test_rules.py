@@ -10,6 +10,7 @@ from hyradix.kernels.causal_conv.triton import conv_log_step_, conv_step_
 from hyradix.kernels.tree_recurrence.rules import RULES, Rows, read, update
 from hyradix.kernels.tree_recurrence.state_log import folded
 from hyradix.kernels.tree_recurrence.triton_step import log_step_, step_
+from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs
 from hyradix.kernels.triton_table import StepConfig
 from tests.kernels.tree_recurrence.cases import make_case, parts
 from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, log_to
@@ -29,6 +30,11 @@ def tokens_of(rule):
     return case, pool, token
 
 
+def inputs_of(rule, batch, device):
+    """Between the launches of a step by a log."""
+    return StreamInputs(batch, 4 if rule.has_channel_decay else 2, 4, 6, 7, device)
+
+
 @rules
 def test_step_in_place_is_one_update(device, rule):
     _, pool, token = tokens_of(rule)
@@ -45,7 +51,8 @@ def test_step_in_place_is_one_update(device, rule):
 
 
 @rules
-def test_step_by_log_is_one_update_behind_a_fold(device, rule):
+@pytest.mark.parametrize("config", [CONFIG, StepConfig(8, is_fused=False)])
+def test_step_by_log_is_one_update_behind_a_fold(device, rule, config):
     case, pool, token = tokens_of(rule)
     counts, capacity = torch.tensor([4, 1, 0]), 5
     rows = torch.tensor([3, 1, 2], dtype=torch.int32)
@@ -65,7 +72,7 @@ def test_step_by_log_is_one_update_behind_a_fold(device, rule):
     out = torch.full((3, 4, 7), NAN, device=device)
     log_step_(
         rule, *(x.to(device) for x in token), SLOTS.to(device), rows.to(device),
-        counts.int().to(device), ours, log, out, config=CONFIG,
+        counts.int().to(device), ours, log, inputs_of(rule, 3, device), out, config=config,
     )  # fmt: skip
     assert torch.equal(ours.cpu().nan_to_num(7), pool.nan_to_num(7))
     q, *inputs = (x.double() for x in token)

@@ -34,12 +34,14 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 )
 from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.triton_support import (
+    issue_loads,
     launch,
     load32,
     load_state,
     power_of_two,
     store,
     store_state,
+    two_sums,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -70,7 +72,7 @@ def step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_rows, is_log=False)
-    if not config.is_fused and scratch.inputs is not None:
+    if not config.is_fused:
         return prepared_step_(projected, weights, slots, conv_state, state, scratch, out, config)
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))
@@ -111,18 +113,21 @@ def _step_kernel(
         return
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
     base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
+    issue_loads()
     x = projected + row * projected_stride
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)
     v_channel = 2 * HK * DK + v_column
-    qk = convolved(x, window, CHANNELS, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
     v = convolved(x, window, CHANNELS, conv_w, v_channel, in_v, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
     z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
+    issue_loads()
+    qk = convolved(x, window, CHANNELS, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
     q, k = tl.split(unit(qk))
     q, kept = q * (DK**-0.5), tl.exp(g)
-    u = beta * (v - kept * tl.sum(base * k[:, None], 0))
-    value = kept * tl.sum(base * q[:, None], 0) + tl.sum(q * k, 0) * u
+    read_k, read_q = two_sums(base, k[:, None], q[:, None], 0)
+    u = beta * (v - kept * read_k)
+    value = kept * read_q + tl.sum(q * k, 0) * u
     new = base * kept + k[:, None] * u[None, :]
     counter = counters + row * HK + head
     if BLOCKS == 1:

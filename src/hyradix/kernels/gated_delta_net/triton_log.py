@@ -35,11 +35,13 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.triton_support import (
+    issue_loads,
     launch,
     load32,
     load_state,
     power_of_two,
     store,
+    two_sums,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -74,7 +76,7 @@ def log_step_(
     assert conv_state.is_contiguous()
     assert projected.stride(1) == out.stride(1) == 1
     config = config or step_config(state.device, num_tokens, is_log=True)
-    if not config.is_fused and scratch.inputs is not None:
+    if not config.is_fused:
         return prepared_step_(
             projected, weights, slots, conv_state, state, scratch, out, config,
             rows=rows, num_log_rows=num_log_rows, log=log,
@@ -115,6 +117,7 @@ def _log_step_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     log_row = tl.load(rows + row).to(tl.int64)
     count = tl.load(num_log_rows + row)
+    issue_loads()
     d, j, column = tl.arange(0, BK), tl.arange(0, BR), block * BV + tl.arange(0, BV)
     in_k, is_row, in_v = d < DK, j < count, column < DV
     v_column = v_head * DV + column
@@ -124,6 +127,7 @@ def _log_step_kernel(
         return
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
     base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
+    issue_loads()
     log_k += log_row * k_stride + head * DK + d
     log_u += log_row * u_stride + v_column
     log_g += log_row * g_stride + v_head
@@ -135,21 +139,22 @@ def _log_step_kernel(
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)
     v_channel = 2 * HK * DK + v_column
-    qk = convolved_by_log(x, window, log_conv, count, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
     v = convolved_by_log(x, window, log_conv, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
     g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
     z, weight = load32(x + CHANNELS + v_column, in_v), load32(norm + column, in_v)
+    issue_loads()
+    qk = convolved_by_log(x, window, log_conv, count, conv_w, qk_channel, qk_mask, CHANNELS, WIDTH)
 
     q, k = tl.split(unit(qk))
     q *= DK**-0.5
     after = tl.sum(tl.where(j[None, :] > j[:, None], row_g[None, :], 0.0), 1)
     from_row = tl.where(is_row, tl.exp(g + after), 0.0)
     from_base = tl.exp(g + tl.sum(row_g, 0))
-    at_k, at_q = tl.sum(keys * k[None, :], 1) * from_row, tl.sum(keys * q[None, :], 1) * from_row
-    read_k = from_base * tl.sum(base * k[:, None], 0) + tl.sum(us * at_k[:, None], 0)
-    read_q = from_base * tl.sum(base * q[:, None], 0) + tl.sum(us * at_q[:, None], 0)
-    u = beta * (v - read_k)
-    value = read_q + tl.sum(q * k, 0) * u
+    at_k, at_q = two_sums(keys, k[None, :], q[None, :], 1)
+    row_k, row_q = two_sums(us, (at_k * from_row)[:, None], (at_q * from_row)[:, None], 0)
+    base_k, base_q = two_sums(base, k[:, None], q[:, None], 0)
+    u = beta * (v - (from_base * base_k + row_k))
+    value = from_base * base_q + row_q + tl.sum(q * k, 0) * u
     fits = count < R
     store(log_u + count * (HV * DV), u, in_v & fits)
     own = log_conv + count * CHANNELS

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.gated_delta_net.reference import L2_EPS, MixerWeights
+from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs
 from hyradix.kernels.triton_support import load32, sigmoid, silu, softplus, store
 
 _L2_EPS = tl.constexpr(L2_EPS)
@@ -49,41 +50,23 @@ class PackedMixer:
         return cls(weights.num_k_heads, conv, decay_rate, dt_bias, norm, weights.eps)
 
 
-class StepInputs:
-    """What the recurrence takes where another launch makes it: as in ``triton_step.step_``."""
-
-    def __init__(
-        self, max_batch: int, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(max_batch, *shape, device=device)
-
-        self.q, self.k = (empty(num_k_heads, k_dim) for _ in "qk")
-        self.v, self.g = empty(num_v_heads, v_dim), empty(num_v_heads, 1)
-        self.beta = empty(num_v_heads)
-
-
 class StepScratch:
-    """Memory that the steps of all layers use in turn: ``o`` before its norm, and the counters.
-
-    k_dim: given, there is ``inputs`` too, without which every step is one launch.
-    """
+    """Memory that the steps of all layers use in turn: ``o`` before its norm, the counters, and
+    what the launches of an unfused step leave for each other."""
 
     def __init__(
         self,
         max_batch: int,
         num_k_heads: int,
         num_v_heads: int,
+        k_dim: int,
         v_dim: int,
         device: torch.device,
-        *,
-        k_dim: int = 0,
     ) -> None:
         self.o = torch.empty(max_batch, num_v_heads, v_dim, device=device)
         self.counters = torch.zeros(max_batch, num_k_heads, dtype=torch.int32, device=device)
         sizes = (max_batch, num_k_heads, num_v_heads, k_dim, v_dim)
-        self.inputs = StepInputs(*sizes, device) if k_dim else None
+        self.inputs = StreamInputs(*sizes, device)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.tree_recurrence import triton_step
 from hyradix.kernels.tree_recurrence.rules import KDA
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
+from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs
 from hyradix.kernels.triton_support import launch, load32, power_of_two, sigmoid, softplus
 
 
@@ -57,6 +58,7 @@ class KdaScratch:
         self.mixed = empty(num_heads * (2 * k_dim + v_dim))
         self.g, self.beta = empty(num_heads, k_dim), empty(num_heads)
         self.o = empty(num_heads, v_dim)
+        self.inputs = StreamInputs(max_batch, num_heads, num_heads, k_dim, v_dim, device)
 
 
 def step_(
@@ -95,7 +97,7 @@ def step_(
     if log is None:
         triton_step.step_(KDA, *token, slots, state, o)
     else:
-        triton_step.log_step_(KDA, *token, slots, rows, num_log_rows, state, log, o)
+        triton_step.log_step_(KDA, *token, slots, rows, num_log_rows, state, log, scratch.inputs, o)
     finish_(o, gate, weights, out)
     return out
 

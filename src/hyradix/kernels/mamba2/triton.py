@@ -22,6 +22,7 @@ from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.tree_recurrence import triton_step
 from hyradix.kernels.tree_recurrence.rules import MAMBA2
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
+from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs
 from hyradix.kernels.triton_support import launch, load32, power_of_two, softplus
 
 
@@ -62,12 +63,15 @@ class Mamba2Scratch:
     """What stands between the launches of one layer; layers use it in turn."""
 
     def __init__(
-        self, max_batch: int, channels: int, num_v_heads: int, v_dim: int, device: torch.device
-    ) -> None:
+        self, max_batch: int, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(max_batch, *shape, device=device)
 
+        channels = 2 * num_k_heads * k_dim + num_v_heads * v_dim
         self.mixed, self.o = empty(channels), empty(num_v_heads, v_dim)
+        self.inputs = StreamInputs(max_batch, num_k_heads, num_v_heads, k_dim, v_dim, device)
         self.g, self.dt = empty(num_v_heads, 1), empty(num_v_heads)
 
 
@@ -105,7 +109,8 @@ def step_(
     if log is None:
         triton_step.step_(MAMBA2, *token, slots, state, o)
     else:
-        triton_step.log_step_(MAMBA2, *token, slots, rows, num_log_rows, state, log, o)
+        by_log = (slots, rows, num_log_rows, state, log, scratch.inputs)
+        triton_step.log_step_(MAMBA2, *token, *by_log, o)
     finish_(o, mixed, projected, weights, out)
     return out
 

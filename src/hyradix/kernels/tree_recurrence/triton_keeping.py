@@ -5,8 +5,8 @@ movements are due.
 
 Invariants:
 - Slots 0 as targets are padding: nothing is done. Other targets differ.
-- A fold is float32 and goes row by row, as decode in place would (or as one product, each row's
-  decay the sum of what follows it): no difference of sums is taken. Rows past a count are not read.
+- A fold is float32, row by row or one product; a row's decay is the sum of what follows it: no
+  difference of sums is taken. Rows past a count are not read.
   Count 0: the base's bits.
 - Every element of a target is written by the program that read it from the source, so both may be
   one slot.
@@ -26,7 +26,14 @@ import triton.language as tl
 
 from hyradix.kernels.memory import upload
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
-from hyradix.kernels.triton_support import launch, load32, load_state, power_of_two, store_state
+from hyradix.kernels.triton_support import (
+    issue_loads,
+    launch,
+    load32,
+    load_state,
+    power_of_two,
+    store_state,
+)
 from hyradix.kernels.triton_table import FoldConfig, fold_config
 
 _CHANNELS = 1024
@@ -142,34 +149,48 @@ def _fold_kernel(
     log_u += layer * u_layer + row * u_row + head * DV
     log_g += layer * g_layer + row * g_row + head * DG
     base = load_state(pool + source * pool_slot + place, inside, STREAMS)
+    issue_loads()
     if PRODUCT == "fma":
-        for j in tl.range(0, count, num_stages=STAGES):
-            k = load32(log_k + j * (HV // RATIO * DK) + d, in_k)
-            u = load32(log_u + j * (HV * DV) + column, in_v)
+        j = tl.arange(0, BR)
+        if DG == 1:
+            base *= tl.exp(tl.sum(load32(log_g + j * HV, j < count), 0))
+            after = 0.0
+        else:
+            place_g = log_g + j[:, None] * (HV * DG) + d[None, :]
+            g = load32(place_g, (j < count)[:, None] & in_k[None, :])
+            base *= tl.exp(tl.sum(g, 0))[:, None]
+            after = tl.zeros([BK], tl.float32)
+        for i in tl.range(0, count, num_stages=STAGES):
+            row_of = count - 1 - i  # the newest first, so that what follows it is known
+            k = load32(log_k + row_of * (HV // RATIO * DK) + d, in_k) * tl.exp(after)
+            u = load32(log_u + row_of * (HV * DV) + column, in_v)
+            base += k[:, None] * u[None, :]
             if DG == 1:
-                grown = tl.exp(tl.load(log_g + j * HV).to(tl.float32))
+                after += tl.load(log_g + row_of * HV)
             else:
-                grown = tl.exp(load32(log_g + j * (HV * DG) + d, in_k))[:, None]
-            base = base * grown + k[:, None] * u[None, :]
+                after += load32(log_g + row_of * (HV * DG) + d, in_k)
     else:
-        dg = d if DG > 1 else d * 0  # an index of 0 repeats the number
         j = tl.arange(0, BR)
         is_row = j < count
         k_inside = is_row[:, None] & in_k[None, :]
-        g = load32(log_g + j[:, None] * (HV * DG) + dg[None, :], k_inside)
-        later = tl.load(
-            log_g + (j[:, None] + 1) * (HV * DG) + dg[None, :],
-            mask=(j[:, None] + 1 < count) & in_k[None, :],
-            other=0.0,
-        )
-        after = tl.cumsum(later, 0, reverse=True)  # of the rows behind each: no difference
         k = load32(log_k + j[:, None] * (HV // RATIO * DK) + d[None, :], k_inside)
-        us = load32(
-            log_u + j[:, None] * (HV * DV) + column[None, :], is_row[:, None] & in_v[None, :]
-        )
-        total = tl.dot(tl.trans(k * tl.exp(after)), us, input_precision=PRODUCT)
-        grown = tl.exp(tl.sum(g, 0))[:, None]
-        base = tl.where(count > 0, base * grown + total, base)
+        u_inside = is_row[:, None] & in_v[None, :]
+        us = load32(log_u + j[:, None] * (HV * DV) + column[None, :], u_inside)
+        # to each row the sum of the rows behind it: no difference
+        if DG == 1:
+            g = load32(log_g + j * HV, is_row)
+            issue_loads()
+            is_later = j[None, :] > j[:, None]
+            k *= tl.exp(tl.sum(tl.where(is_later, g[None, :], 0.0), 1))[:, None]
+            grown = tl.exp(tl.sum(g, 0))
+        else:
+            place_g = log_g + j[:, None] * (HV * DG) + d[None, :]
+            g = load32(place_g, k_inside)
+            later = load32(place_g + HV * DG, (j[:, None] + 1 < count) & in_k[None, :])
+            k *= tl.exp(tl.cumsum(later, 0, reverse=True))
+            grown = tl.exp(tl.sum(g, 0))[:, None]
+        total = tl.dot(tl.trans(k), us, input_precision=PRODUCT)
+        base = base * grown + total
     store_state(pool + target * pool_slot + place, base, inside, STREAMS)
 
 

@@ -23,7 +23,16 @@ import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
-from hyradix.kernels.triton_support import launch, load32, load_state, power_of_two, store_state
+from hyradix.kernels.tree_recurrence.triton_ready import ready_
+from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs, stream_
+from hyradix.kernels.triton_support import (
+    issue_loads,
+    launch,
+    load32,
+    load_state,
+    power_of_two,
+    store_state,
+)
 from hyradix.kernels.triton_table import StepConfig, step_config
 
 
@@ -61,12 +70,24 @@ def log_step_(
     num_log_rows: torch.Tensor,
     state: torch.Tensor,
     log: SpecLayer,
+    inputs: StreamInputs,
     out: torch.Tensor,
     *,
     config: StepConfig | None = None,
 ) -> torch.Tensor:
     """The same from base and log, one row appended; rows, num_log_rows ``int32[N]``, log: mode
-    ``log`` (its columns are the convolution's business)."""
+    ``log`` (its columns are the convolution's business).
+
+    inputs: between two launches, where the table says two (``triton_ready.py``).
+    """
+    config = config or step_config(state.device, slots.shape[0], is_log=True)
+    if not config.is_fused:
+        ready_(rule, q, k, v, g, beta, slots, rows, num_log_rows, log, inputs)
+        stream_(
+            inputs, slots, state, out.flatten(1), config, has_delta=rule.has_delta, rows=rows,
+            num_log_rows=num_log_rows, log=log,
+        )  # fmt: skip
+        return out
     return _launch(rule, q, k, v, g, beta, slots, state, out, rows, num_log_rows, log, config)
 
 
@@ -134,6 +155,7 @@ def _step_kernel(
     place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
     inside = in_k[:, None] & in_v[None, :]
     base = load_state(place, inside, STREAMS)  # all else is done while it comes
+    issue_loads()
     dg = d if DG > 1 else d * 0
     q = load32(all_q + token * q_token + head // RATIO * DK + d, in_k)
     k = load32(all_k + token * k_token + head // RATIO * DK + d, in_k)
