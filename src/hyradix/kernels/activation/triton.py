@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.activation.reference import Activation
-from hyradix.kernels.triton_support import launch, load32, silu, store
+from hyradix.kernels.triton_support import launch, load32, silu, store, wait_for_previous
 
 _BLOCK = 1024
 
@@ -36,12 +36,16 @@ def _by_token(kernel: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     assert x.stride(1) == out.stride(1) == 1
     size = out.shape[1]
     grid = (x.shape[0], triton.cdiv(size, _BLOCK))
-    launch(kernel, grid, x, x.stride(0), out, out.stride(0), size, _BLOCK)
+    launch(kernel, grid, x, x.stride(0), out, out.stride(0), size, _BLOCK, is_chained=True)
     return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, stride, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    gate_up, stride, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = load32(gate_up + token * stride + i, i < SIZE)
@@ -50,7 +54,10 @@ def _swiglu_kernel(gate_up, stride, out, out_stride, SIZE: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _relu2_kernel(x, stride, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _relu2_kernel(
+    x, stride, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    wait_for_previous(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = load32(x + token * stride + i, i < SIZE)

@@ -42,6 +42,7 @@ from hyradix.kernels.triton_support import (
     store,
     store_state,
     two_sums,
+    wait_for_previous,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -85,7 +86,7 @@ def step_(
         out, out.stride(0),
         conv_state.shape[2], weights.num_k_heads, ratio, dk, dv, conv_state.shape[1] + 1,
         power_of_two(dk), block_v, power_of_two(dv), blocks, config.streams,
-        num_warps=config.num_warps, max_registers=config.max_registers,
+        num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -96,7 +97,7 @@ def _step_kernel(
     o, counters, out, out_stride,
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BDV: tl.constexpr,
-    BLOCKS: tl.constexpr, STREAMS: tl.constexpr,
+    BLOCKS: tl.constexpr, STREAMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HV: tl.constexpr = HK * RATIO
     block = tl.program_id(0) % BLOCKS
@@ -108,12 +109,13 @@ def _step_kernel(
     in_k, in_v = d < DK, column < DV
     v_column = v_head * DV + column
     out += row * out_stride
+    state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
+    base = load_state(state, in_k[:, None] & in_v[None, :] & (slot != 0), STREAMS)
+    issue_loads()
+    wait_for_previous(CHAINED)
     if slot == 0:
         store(out + v_column, tl.zeros([BV], tl.float32), in_v)
         return
-    state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
-    base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
-    issue_loads()
     x = projected + row * projected_stride
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)

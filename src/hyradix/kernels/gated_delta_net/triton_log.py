@@ -42,6 +42,7 @@ from hyradix.kernels.triton_support import (
     power_of_two,
     store,
     two_sums,
+    wait_for_previous,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -94,7 +95,7 @@ def log_step_(
         conv_state.shape[2], weights.num_k_heads, ratio, dk, dv, conv_state.shape[1] + 1,
         log.num_log_rows, log.first_node - log.num_log_rows, power_of_two(dk), block_v,
         power_of_two(dv), power_of_two(log.num_log_rows), blocks, config.streams,
-        num_warps=config.num_warps, max_registers=config.max_registers,
+        num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -107,7 +108,7 @@ def _log_step_kernel(
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, FIRST_ROW: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BDV: tl.constexpr, BR: tl.constexpr,
-    BLOCKS: tl.constexpr, STREAMS: tl.constexpr,
+    BLOCKS: tl.constexpr, STREAMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HV: tl.constexpr = HK * RATIO
     block = tl.program_id(0) % BLOCKS
@@ -119,14 +120,11 @@ def _log_step_kernel(
     count = tl.load(num_log_rows + row)
     issue_loads()
     d, j, column = tl.arange(0, BK), tl.arange(0, BR), block * BV + tl.arange(0, BV)
-    in_k, is_row, in_v = d < DK, j < count, column < DV
+    in_k, is_row, in_v = d < DK, (j < count) & (slot != 0), column < DV
     v_column = v_head * DV + column
     out += row * out_stride
-    if slot == 0:
-        store(out + v_column, tl.zeros([BV], tl.float32), in_v)
-        return
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
-    base = load_state(state, in_k[:, None] & in_v[None, :], STREAMS)
+    base = load_state(state, in_k[:, None] & in_v[None, :] & (slot != 0), STREAMS)
     issue_loads()
     log_k += log_row * k_stride + head * DK + d
     log_u += log_row * u_stride + v_column
@@ -135,6 +133,11 @@ def _log_step_kernel(
     keys = load32(log_k + j[:, None] * (HK * DK), is_row[:, None] & in_k[None, :])
     us = load32(log_u + j[:, None] * (HV * DV), is_row[:, None] & in_v[None, :])
     row_g = load32(log_g + j * HV, is_row)
+    issue_loads()
+    wait_for_previous(CHAINED)
+    if slot == 0:
+        store(out + v_column, tl.zeros([BV], tl.float32), in_v)
+        return
     x = projected + row * projected_stride
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     qk_channel, qk_mask = pair_channels(head, d, in_k, HK, DK)

@@ -40,6 +40,7 @@ from hyradix.kernels.triton_support import (
     power_of_two,
     store,
     two_sums,
+    wait_for_previous,
 )
 from hyradix.kernels.triton_table import StepConfig
 
@@ -75,7 +76,7 @@ def prepared_step_(
         conv_state.shape[1] + 1, log.num_log_rows if is_log else 0,
         log.first_node - log.num_log_rows if is_log else 0, power_of_two(dk), power_of_two(dv),
         power_of_two(ratio), power_of_two(log.num_log_rows) if is_log else 1, is_log,
-        num_warps=config.prepare_warps,
+        num_warps=config.prepare_warps, is_chained=True,
     )  # fmt: skip
     z = projected[:, channels : channels + num_v_heads * dv]
     holds_head = config.block_v >= dv
@@ -99,6 +100,7 @@ def _prepare_kernel(
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, FIRST_ROW: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, IS_LOG: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One token and key head, its value heads at once; a padded row's inputs are not read."""
     HV: tl.constexpr = HK * RATIO
@@ -107,8 +109,6 @@ def _prepare_kernel(
     log_row = tl.load(rows + row).to(tl.int64)
     count = tl.load(num_log_rows + row)
     issue_loads()
-    if slot == 0:
-        return
     x = projected + row * projected_stride
     window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
     d, c, h, j = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BH), tl.arange(0, BR)
@@ -123,11 +123,16 @@ def _prepare_kernel(
         log_k += log_row * k_stride + head * DK + d
         log_u += log_row * u_stride
         log_g += log_row * g_stride + v_head
+        is_row &= slot != 0
         keys = load32(log_k + j[:, None] * (HK * DK), is_row[:, None] & in_k[None, :])
         place_u = log_u + (j[:, None, None] * (HV * DV) + v_column[None, :, :])
         us = load32(place_u, is_row[:, None, None] & in_v[None, :, :])
         row_g = load32(log_g[None, :] + j[:, None] * HV, is_row[:, None] & in_h[None, :])
         issue_loads()
+    wait_for_previous(CHAINED)
+    if slot == 0:
+        return
+    if IS_LOG:
         v = convolved_by_log(x, window, columns, count, conv_w, v_channel, in_v, CHANNELS, WIDTH)
         issue_loads()
         qk = convolved_by_log(x, window, columns, count, conv_w, channel, mask, CHANNELS, WIDTH)

@@ -12,7 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, load32, power_of_two, sigmoid, silu, store
+from hyradix.kernels.triton_support import (
+    launch,
+    load32,
+    power_of_two,
+    sigmoid,
+    silu,
+    store,
+    wait_for_previous,
+)
 
 
 def add_rms_norm(
@@ -36,7 +44,7 @@ def add_rms_norm(
         (x.shape[0],),
         x, x.stride(0), other, other.stride(0), weight, eps, total, total.stride(0),
         out, out.stride(0), residual is not None, size, power_of_two(size),
-        num_warps=8 if size > 4096 else 4,
+        num_warps=8 if size > 4096 else 4, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -71,7 +79,7 @@ def gated_rms_norm(
         weight.stride(0) if weight.ndim == 2 else 0, weight if skip is None else skip, other,
         *other.stride()[:2], eps, out, *out.stride()[:2],
         skip is not None, gate_first, activation == "silu", size, power_of_two(size),
-        num_warps=1 if size <= 512 else 4,
+        num_warps=1 if size <= 512 else 4, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -79,17 +87,19 @@ def gated_rms_norm(
 @triton.jit
 def _add_norm_kernel(
     x, x_stride, residual, residual_stride, weight, eps, total, total_stride, out, out_stride,
-    HAS_RESIDUAL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     mask = c < SIZE
+    scales = load32(weight + c, mask)
+    wait_for_previous(CHAINED)
     value = load32(x + token * x_stride + c, mask)
     if HAS_RESIDUAL:
         value += load32(residual + token * residual_stride + c, mask)
         store(total + token * total_stride + c, value, mask)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / SIZE + eps)
-    store(out + token * out_stride + c, value * scale * load32(weight + c, mask), mask)
+    store(out + token * out_stride + c, value * scale * scales, mask)
 
 
 @triton.jit
@@ -97,11 +107,12 @@ def _gated_norm_kernel(
     x, x_token, x_group, gate, gate_token, gate_group, weight, weight_group,
     skip, v, v_token, v_group, eps, out, out_token, out_group,
     HAS_SKIP: tl.constexpr, GATE_FIRST: tl.constexpr, IS_SILU: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK)
     mask = c < SIZE
+    wait_for_previous(CHAINED)
     value = load32(x + token * x_token + group * x_group + c, mask)
     if HAS_SKIP:
         skipped = load32(v + token * v_token + group * v_group + c, mask)

@@ -8,7 +8,8 @@ With S the state, ' what the launch before folded in (decays, log rows):
 u = beta (v' - decay S^T k'), o = o' + decay S^T q' + (q k) u; in place S <- decay S + k u^T.
 
 Invariants:
-- A program asks for its block of the state first; what else it reads depends on no other load.
+- A program asks for its block of the state first, while the launch before still runs: nothing in a
+  step writes what it reads. What else it reads depends on no other load.
 - Float32 throughout, sums without matrix units. By a log only u is appended; the count stays.
 - Rows of the sink (slot 0) are padding: their output is zeros, nothing else is read or written.
 Read next: ``rules.py`` (the meaning), ``triton_ready.py`` and
@@ -36,6 +37,7 @@ from hyradix.kernels.triton_support import (
     store,
     store_state,
     two_sums,
+    wait_for_previous,
 )
 from hyradix.kernels.triton_table import StepConfig
 
@@ -107,7 +109,7 @@ def stream_(
         num_v_heads, num_v_heads // x.k.shape[1], dk, dv, log.num_log_rows if is_log else 0,
         block_k if config.block_k and is_log else power_of_two(dk), block_v, blocks, has_delta,
         is_log, norm is not None, config.streams, config.stages,
-        num_warps=config.num_warps, max_registers=config.max_registers,
+        num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
     )  # fmt: skip
 
 
@@ -118,6 +120,7 @@ def _stream_kernel(
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, HAS_DELTA: tl.constexpr,
     IS_LOG: tl.constexpr, HAS_NORM: tl.constexpr, STREAMS: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A block of the state's columns in registers."""
     head = tl.program_id(0) // BLOCKS % HV
@@ -127,13 +130,14 @@ def _stream_kernel(
     out += token * out_stride + head * DV + column
     slot = tl.load(slots + token).to(tl.int64)
     row, count = tl.load(rows + token).to(tl.int64), tl.load(num_log_rows + token)
+    place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
+    inside = in_k[:, None] & in_v[None, :] & (slot != 0)
+    base = load_state(place, inside, STREAMS)
+    issue_loads()
+    wait_for_previous(CHAINED)
     if slot == 0:
         store(out, tl.zeros([BV], tl.float32), in_v)
         return
-    place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
-    inside = in_k[:, None] & in_v[None, :]
-    base = load_state(place, inside, STREAMS)
-    issue_loads()
     k_head, v_head = token * (HV // RATIO) + head // RATIO, token * HV + head
     k = load32(all_k + k_head * DK + d, in_k)
     q = load32(all_q + k_head * DK + d, in_k)
@@ -166,6 +170,7 @@ def _stream_rows_kernel(
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, HAS_DELTA: tl.constexpr,
     IS_LOG: tl.constexpr, HAS_NORM: tl.constexpr, STREAMS: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """By a log: BK rows of d_k after the other, STAGES - 1 of them under way in shared memory."""
     head = tl.program_id(0) // BLOCKS % HV
@@ -175,6 +180,7 @@ def _stream_rows_kernel(
     out += token * out_stride + head * DV + column
     slot = tl.load(slots + token).to(tl.int64)
     row, count = tl.load(rows + token).to(tl.int64), tl.load(num_log_rows + token)
+    wait_for_previous(CHAINED)
     if slot == 0:
         store(out, tl.zeros([BV], tl.float32), in_v)
         return
