@@ -120,14 +120,11 @@ def _candidates(product: Product, batch: int) -> list[LinearConfig]:
         return []
     if batch == 1:
         shapes = ((1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4))
-        found = [_vector(product, o, w) for o, w in shapes]
-        found += [_vector(product, o, w, is_chained=False) for o, w in ((4, 2), (2, 4))]
-        return [*found, _vector(product, 4, 2, streams=False)]
+        return [_vector(product, o, w) for o, w in shapes]
     splits = 1 if product.outputs >= 8_192 else 4
     units = [LinearConfig(64, 128, 2, stages, splits=splits) for stages in (4, 5)]
     if batch <= MAX_VECTOR_ROWS:
         return [*units, *(_vector(product, 4 // batch * w, w) for w in (1, 2))]
-    units += [LinearConfig(64, 128, 2, 4, splits=splits, is_chained=False)]
     units += [LinearConfig(64, 64, 2, 8, splits=splits)]
     if splits == 1:
         return [*units, LinearConfig(32, 128, 2, 5), LinearConfig(128, 64, 2, 5)]
@@ -145,17 +142,13 @@ def _with_groups(product: Product) -> list[LinearConfig]:
     ]
 
 
-def _vector(
-    product: Product, block_o: int, warps: int, *, streams: bool = True, is_chained: bool = True
-) -> LinearConfig:
+def _vector(product: Product, block_o: int, warps: int) -> LinearConfig:
     """As many blocks of a row under way as leave a thread registers to add in, no fewer in the
     last turn than before."""
     steps = -(-product.size // (256 * warps))
     turns = -(-steps * block_o // 20)
     blocks = -(-steps // turns)
-    return LinearConfig(
-        block_o, 256 * warps, warps, blocks, has_units=False, streams=streams, is_chained=is_chained
-    )
+    return LinearConfig(block_o, 256 * warps, warps, blocks, has_units=False)
 
 
 def _inputs(

@@ -5,8 +5,8 @@ and a choice that depends on what was timed today is not reproducible.
 
 Invariants: a configuration changes speed, never results beyond the order of sums. What the table
 does not list takes the nearest smaller batch's row of the ``default`` device.
-The rows are reasoned from registers and spills of compiled kernels; none has been timed against
-another on a device yet.
+Steps, folds, products of few rows and prefill were timed on an H200 (benchmarks/results/gpu);
+the rest is reasoned from registers and spills.
 Read next: ``benchmarks/gpu_kernels.py`` (which times them).
 """
 
@@ -91,8 +91,7 @@ class LinearConfig:
 
     has_units: by matrix units, ``stages`` tiles of the loop, and inputs shared by ``splits``
     programs where nothing is fused before or between; else up to four rows by threads, ``stages``
-    blocks of inputs under way, and ``streams``: weights are read as what nobody needs again.
-    is_chained: weights are asked for while the kernel before still runs.
+    blocks of inputs under way.
     """
 
     block_o: int
@@ -101,8 +100,6 @@ class LinearConfig:
     stages: int
     has_units: bool = True
     splits: int = 1
-    streams: bool = False
-    is_chained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +125,16 @@ Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
 _STEP: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(128, 8)), (16, StepConfig(32, 1, is_fused=False))),
+    "default": ((1, StepConfig(64, 4)), (16, StepConfig(64, 2, is_fused=False))),
 }
 _STEP_LOG: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(128, 8)), (16, StepConfig(32, 1, is_fused=False))),
+    "default": (
+        (1, StepConfig(64, 4)),
+        (8, StepConfig(32, 1, streams=True, is_fused=False)),
+        (32, StepConfig(128, 1, is_fused=False, block_k=8, stages=3)),
+    ),
 }
-_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, stages=4, streams=True)),)}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, stages=6)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
 _VERIFY: dict[str, Rows[VerifyConfig]] = {
@@ -147,16 +148,31 @@ _FUSED_ROWS: dict[str, Rows[int]] = {"default": ((1, 16),)}  # by rows of the we
 _UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of the weight
     "default": (
         (1, LinearConfig(64, 128, 2, 4, splits=4)),
-        (8_192, LinearConfig(64, 128, 2, 4)),
+        (8_192, LinearConfig(64, 128, 4, 4)),
     ),
 }
-_VECTOR: dict[str, Rows[LinearConfig]] = {  # the same, for up to ``_VECTOR_ROWS`` rows
+_GATED_UNITS: dict[str, LinearConfig] = {"default": LinearConfig(128, 64, 4, 5)}
+_VECTOR: dict[str, tuple[Rows[LinearConfig], ...]] = {  # of one row, of two: by rows of the weight
     "default": (
-        (1, LinearConfig(2, 1024, 4, 9, has_units=False, streams=True)),
-        (8_192, LinearConfig(4, 512, 2, 5, has_units=False, streams=True)),
+        (
+            (1, LinearConfig(4, 512, 2, 4, has_units=False)),
+            (8_192, LinearConfig(4, 512, 2, 5, has_units=False)),
+        ),
+        (
+            (1, LinearConfig(4, 512, 2, 4, has_units=False)),
+            (8_192, LinearConfig(2, 256, 1, 10, has_units=False)),
+        ),
     ),
 }
-_VECTOR_ROWS: dict[str, int] = {"default": 2}
+_LONG_VECTOR: dict[
+    str, tuple[LinearConfig, ...]
+] = {  # the same, where few outputs have many inputs
+    "default": (
+        LinearConfig(4, 1024, 4, 5, has_units=False),
+        LinearConfig(2, 1024, 4, 9, has_units=False),
+    ),
+}
+_LONG_INPUTS = 8_192
 _EXPERTS: dict[str, Rows[ExpertConfig]] = {  # by pairs per 16 experts
     "default": (
         (0, ExpertConfig(16, ProductConfig(32, 128, 4, 4), ProductConfig(64, 128, 4, 4))),
@@ -215,10 +231,16 @@ def max_fused_rows(device: torch.device, outputs: int) -> int:
     return _choose(_FUSED_ROWS, device, outputs)
 
 
-def linear_config(device: torch.device, outputs: int, rows: int) -> LinearConfig:
-    """For ``rows`` times weights with ``outputs`` rows."""
-    is_vector = rows <= _of(_VECTOR_ROWS, device)
-    return _choose(_VECTOR if is_vector else _UNITS, device, outputs)
+def linear_config(
+    device: torch.device, outputs: int, inputs: int, rows: int, *, is_gated: bool
+) -> LinearConfig:
+    """For ``rows`` times a weight ``[outputs, inputs]``; is_gated: of gates and ups."""
+    vectors = _of(_VECTOR, device)
+    if rows > len(vectors):
+        return _of(_GATED_UNITS, device) if is_gated else _choose(_UNITS, device, outputs)
+    if inputs >= _LONG_INPUTS > outputs:
+        return _of(_LONG_VECTOR, device)[rows - 1]
+    return _fitting(vectors[rows - 1], outputs)
 
 
 def expert_config(
@@ -265,7 +287,10 @@ def _of(table: dict[str, C], device: torch.device) -> C:
 
 
 def _choose(table: dict[str, Rows[C]], device: torch.device, size: int) -> C:
-    rows = _of(table, device)
+    return _fitting(_of(table, device), size)
+
+
+def _fitting(rows: Rows[C], size: int) -> C:
     return next((config for least, config in reversed(rows) if least <= size), rows[0][1])
 
 

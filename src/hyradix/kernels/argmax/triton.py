@@ -45,7 +45,7 @@ def best_of(
     assert logits.stride(1) == out.stride(1) == 1
     if not rows:
         return out
-    config = config or ArgmaxConfig(1024 if rows < 16 else 2048)
+    config = config or ArgmaxConfig(1024 if rows < 8 else 4096)
     blocks = triton.cdiv(size, config.block)
     share = triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // rows)))
     parts = triton.cdiv(blocks, share)

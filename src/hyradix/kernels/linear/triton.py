@@ -68,7 +68,7 @@ def few_rows_linear(
     assert x.stride(1) == weight.stride(1) == out.stride(1) == 1
     assert not (is_swiglu and residual is not None)
     outputs = out.shape[1]
-    config = config or linear_config(x.device, weight.shape[0], rows)
+    config = config or linear_config(x.device, weight.shape[0], size, rows, is_gated=is_swiglu)
     other = out if residual is None else residual
     tensors = (
         x, x.stride(0), weight, weight.stride(0), x if norm is None else norm, eps,
@@ -81,8 +81,7 @@ def few_rows_linear(
         launch(
             vector_kernel, (triton.cdiv(outputs, block_o),), *tensors, rows, *shape,
             power_of_two(rows), block_o, min(config.block_i, power_of_two(size, least=8)),
-            config.stages, config.streams, *(() if config.is_chained else (False,)),
-            num_warps=config.num_warps, is_chained=config.is_chained,
+            config.stages, num_warps=config.num_warps, is_chained=True,
         )  # fmt: skip
         return out
     _with_units(tensors, rows, shape, config, None if norm is not None else scratch)
@@ -117,6 +116,5 @@ def _with_units(
     launch(
         units_kernel, (blocks, splits), *tensors, parts, counters, rows, *shape, block_b, block_o,
         block_i, splits, share * block_i, ahead, config.stages,
-        *(() if config.is_chained else (False,)),
-        num_warps=config.num_warps, num_stages=config.stages, is_chained=config.is_chained,
+        num_warps=config.num_warps, num_stages=config.stages, is_chained=True,
     )  # fmt: skip

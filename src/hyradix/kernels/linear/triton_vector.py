@@ -30,7 +30,7 @@ def vector_kernel(
     x, x_stride, weight, weight_stride, norm, eps, residual, residual_stride, out, out_stride,
     B, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, IS_SWIGLU: tl.constexpr, ROWS: tl.constexpr, BO: tl.constexpr,
-    BI: tl.constexpr, BLOCKS: tl.constexpr, STREAMS: tl.constexpr, CHAINED: tl.constexpr,
+    BI: tl.constexpr, BLOCKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS: at least B of them, all of whose sums are held at once.
 
@@ -50,9 +50,9 @@ def vector_kernel(
         weights, more = (), ()
         for j in tl.static_range(BLOCKS):
             if group + j * BI < SIZE:
-                weights += (_block(place, group + j * BI, SIZE, BI, STREAMS),)
+                weights += (_block(place, group + j * BI, SIZE, BI),)
                 if IS_SWIGLU:
-                    more += (_block(second, group + j * BI, SIZE, BI, STREAMS),)
+                    more += (_block(second, group + j * BI, SIZE, BI),)
         wait_for_previous(CHAINED)
         for j in tl.static_range(BLOCKS):
             if group + j * BI < SIZE:
@@ -90,15 +90,14 @@ def vector_kernel(
 
 
 @triton.jit
-def _block(place, first, SIZE: tl.constexpr, BI: tl.constexpr, STREAMS: tl.constexpr):
-    """A block of weights; no mask where it is whole. STREAMS: the caches need not keep it."""
+def _block(place, first, SIZE: tl.constexpr, BI: tl.constexpr):
+    """A block of weights, which no cache needs to keep; no mask where it is whole."""
     i = first + tl.arange(0, BI)
-    kept: tl.constexpr = "evict_first" if STREAMS else ""
     if first + BI <= SIZE:
-        return tl.load(place + i[None, :], eviction_policy=kept)
+        return tl.load(place + i[None, :], eviction_policy="evict_first")
     else:
         return tl.load(place + i[None, :], mask=(i < SIZE)[None, :], other=0.0,
-                       eviction_policy=kept)  # fmt: skip
+                       eviction_policy="evict_first")  # fmt: skip
 
 
 @triton.jit
