@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 RUNNERS = ("device", "synchronous")
 LOGS = {"small": (4,), "checkpoint": (0, 4, 16), "real": (0, 16)}
 LIMITS = {"float32": (1e-4, 1e-4), "bfloat16": (0.05, 0.5)}
-"""Largest difference over the largest logit of its position, of nine tenths of the positions and of
-all: activations of bfloat16 move a router's near ties, and what comes behind them."""
+"""Largest difference over the largest logit of its position, of half of the positions and of all.
+Rounded activations move a router's near ties, and all that comes behind them."""
 
 
 def cases() -> list[Any]:
@@ -53,7 +53,8 @@ def test_logits_are_those_of_a_cold_forward(
         scale = cold[row][at].abs().max()
         errors.append(float((logits - cold[row][at]).abs().max() / scale))
     errors.sort()
-    most, all_ = LIMITS[dtype]
-    print(f"{len(errors)} positions, {errors[len(errors) * 9 // 10]:.1e}, {errors[-1]:.1e}")
-    assert errors[len(errors) * 9 // 10] < most
-    assert errors[-1] < all_
+    middle, last = errors[len(errors) // 2], errors[-1]
+    print(f"{len(errors)} positions, half of them {middle:.1e}, all {last:.1e}")
+    of_half, of_all = LIMITS[dtype]
+    assert middle < of_half
+    assert last < of_all
