@@ -215,16 +215,15 @@ def run(
     seed: int = 0,
     *,
     sizes: Sizes = Sizes(),
-    reference: Reference | None = None,
     judges: Sequence[Judge] = (),
     **options: object,
 ) -> Tally:
     """Schedules; the chunk size goes round, the rest comes from ``options``.
 
-    judges: of every request; default: one by ``reference`` or else an engine's own cold runs.
+    judges: of every request; default: the engines' own cold runs.
     """
     rng = random.Random(seed)
-    judges = judges or [Judge("cold", reference or make_reference(engines))]
+    judges = judges or [Judge("cold", make_reference(engines))]
     tally = Tally()
     for i in range(number):
         chunk = CHUNKS[i % len(CHUNKS)]
