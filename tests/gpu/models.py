@@ -10,10 +10,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hyradix.engine.demo import demo_directory
 from hyradix.kernels.ops import load_ops
 from hyradix.models.decoder import Decoder
-from hyradix.models.loader import DTYPES, build_model, init_random, load_config, load_model
+from hyradix.models.loader import (
+    DTYPES,
+    build_model,
+    init_random,
+    load_config,
+    load_model,
+    model_facts,
+)
+from hyradix.text.tokenizer import Tokenizer
 from tests.support.checkpoints import build
+from tests.support.demo import Engines
 
 Raw = dict[str, Any]
 SHARED: Raw = {"vocab_size": 29, "hidden_size": 16, "max_position_embeddings": 256,
@@ -109,6 +119,19 @@ class Models:
                 model = _drawn(where, backend, device, dtype)
             self._known[key] = model
         return self._known[key]
+
+
+class SmallEngines(Engines):
+    """On a small model, whose ids are some tokenizer's."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self.directory, self.dtype = Path(), "float32"
+        self.tokenizer = Tokenizer.from_dir(demo_directory())
+        self.facts = model_facts(model.config)
+
+    def model(self, proposer: str | None = None) -> Decoder:
+        return self._model
 
 
 def _drawn(directory: Path, backend: str, device: str, dtype: str) -> Decoder:

@@ -5,35 +5,15 @@ A few scenarios of ``tests/conformance/test_real_models.py``, which runs all of 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from hyradix.engine.demo import demo_directory
-from hyradix.models.decoder import Decoder
-from hyradix.models.loader import model_facts
-from hyradix.text.tokenizer import Tokenizer
 from tests.conformance.real_models import Judged, Served, branching, preempted
-from tests.gpu.models import Models
-from tests.support.demo import Engines
+from tests.gpu.models import Models, SmallEngines
 
 pytestmark = pytest.mark.slow
 RECURRENCES = {"gdn": "qwen3_5", "mamba2": "bamba", "kda": "kimi_linear"}
 WAY = {"decode_log": 4, "overlap": True, "kv_slots": 160, "states": 12, "min_gain": 1}
-
-
-class SmallEngines(Engines):
-    """On a small model, whose ids are some tokenizer's."""
-
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
-        self.directory, self.dtype = Path(), "float32"
-        self.tokenizer = Tokenizer.from_dir(demo_directory())
-        self.facts = model_facts(model.config)
-
-    def model(self, proposer: str | None = None) -> Decoder:
-        return self._model
 
 
 @pytest.fixture

@@ -40,7 +40,9 @@ class Sizes:
     num_requests: tuple[int, int] = (6, 9)
 
 
-TINY = Sizes(documents=(9, 14), longest=24, max_tokens=3, num_requests=(3, 3))
+TINY = Sizes(
+    token_ids=range(10, 97), documents=(9, 14), longest=24, max_tokens=3, num_requests=(3, 3)
+)
 """For the interpreter."""
 
 
@@ -281,6 +283,7 @@ def main() -> None:
     args = parse()
     started = time.monotonic()
     engines = DemoEngines(args.model, dtype=args.dtype, backend=args.backend, device=args.device)
+    least: dict[str, object] = {"min_gain": 1} if args.tiny else {}
     tally = run(
         engines,
         args.schedules,
@@ -290,6 +293,7 @@ def main() -> None:
         overlap=args.overlap,
         decode_log=args.decode_log,
         force_preempt_every=args.force_preempt_every,
+        **least,
     )
     result = asdict(tally) | {
         "cached_share": tally.cached_tokens / tally.prompt_tokens,
