@@ -43,7 +43,7 @@ def test_logits_are_those_of_a_cold_forward(
     model = models.load(kind, name, "triton", str(device), dtype)
     player = Taught(
         model, has_device_runner=runner == "device", decode_log=log, max_requests=5,
-        max_prefill_tokens=64, kv_slots=160, states=8,
+        max_prefill_tokens=64, kv_slots=256, states=8,
     )  # fmt: skip
     play(player, 6 if device.type == "cpu" else 40)
     cold = expected(models.load(kind, name, "torch", "cpu", dtype), player)

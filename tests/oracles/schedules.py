@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from hyradix.engine.engine import Engine
 from hyradix.engine.messages import RequestOutput
 from hyradix.request import Boundary, BoundaryKind, FinishReason, Request, SamplingParams
-from tests.support.demo import DemoEngines, Engines
+from tests.support.demo import DemoEngines, Engines, settle
 
 NEAR_TIE = 1e-4
 CHUNKS = (7, 16, 128, 0)
@@ -77,11 +78,11 @@ class Item:
 def make_request(
     name: str, tokens: Sequence[int], boundaries: Sequence[int], *, max_tokens: int = 12
 ) -> Request:
-    """A greedy request."""
+    """A greedy request, which a device samples by itself."""
     return Request(
         request_id=name,
         prompt_token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         seed=0,
         boundaries=tuple(Boundary(p, BoundaryKind.TURN) for p in boundaries),
     )
@@ -98,16 +99,22 @@ class Reference:
         """Output tokens, and the gap between the two best logprobs at each."""
         key = request.prompt_token_ids
         if key not in self._known:
-            assert self._engine.add(request) is None
-            tokens: list[int] = []
-            gaps: list[float] = []
-            while self._engine.has_work():
-                for output in self._engine.step():
-                    tokens += output.token_ids
-                    for item in output.logprobs or []:
-                        gaps.append(item.top[0][1] - item.top[1][1])
-            self._known[key] = (tokens, gaps)
+            settle()
+            self._known[key] = self._compute(request)
+            settle()
         return self._known[key]
+
+    def _compute(self, request: Request) -> tuple[list[int], list[float]]:
+        sampling = msgspec.structs.replace(request.sampling, logprobs=2)
+        assert self._engine.add(msgspec.structs.replace(request, sampling=sampling)) is None
+        tokens: list[int] = []
+        gaps: list[float] = []
+        while self._engine.has_work():
+            for output in self._engine.step():
+                tokens += output.token_ids
+                for item in output.logprobs or []:
+                    gaps.append(item.top[0][1] - item.top[1][1])
+        return tokens, gaps
 
 
 def random_prompt(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from hyradix.config import DeviceFacts, EngineConfig, Settings, resolve
 from hyradix.engine.build import _info
 from hyradix.engine.engine import Engine
@@ -80,6 +82,12 @@ def start_synchronous(model: Decoder, config: EngineConfig) -> tuple[Runner, Rou
     is_automatic = config.spec is not None and config.spec.is_automatic
     costs = runner.measure_costs() if is_automatic else None
     return BackgroundRunner(runner.execute) if config.overlap else runner, costs
+
+
+def settle() -> None:
+    """Between engines on one model: they share its scratch, but each has a stream of its own."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class DemoEngines(Engines):

@@ -197,6 +197,8 @@ def poison_all(runner: Any, config: EngineConfig) -> None:
         for tensor in log.buffers._tensors.values():
             with torch.inference_mode():
                 tensor.fill_(POISON)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the runner has a stream of its own
 
 
 def _after_quarantine(owner: Any, poison: Callable[[Any], None]) -> None:
