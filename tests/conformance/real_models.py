@@ -28,9 +28,9 @@ WAYS: dict[str, Way] = {
     "tree log": {**TREE, "spec_state": "log"},
 }
 REPLY = 24
-NEAR_TIE = 1e-3
+NEAR_TIE = 1e-2
 """On a device, where a product of few rows is not summed as one of many: a gap of logprobs below
-which another token is no fault. On the CPU none is."""
+which another token is no fault, where logits are hundreds. On the CPU none is."""
 
 
 class Judged:

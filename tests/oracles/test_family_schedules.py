@@ -21,8 +21,9 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
-NEAR_TIE = 1e-3
-"""On a GPU, where a product of few rows is not summed as one of many; on the CPU none is met."""
+NEAR_TIE = 1e-2
+"""On a GPU, where a product of few rows is not summed as one of many, and logits are hundreds; on
+the CPU none is met."""
 ON_GPU = [pytest.param(f"{name} cuda", marks=pytest.mark.gpu) for name in FAMILIES]
 Served = tuple[Engines, list[Judge]]
 
