@@ -29,6 +29,9 @@ HOTTEST = (
     ("attention", "attention, decode behind 1152", 64),
 )
 """Section, bench and batch of what takes most of a decode step of the 4b shape."""
+NEAR_TIES = {"float32": 1e-4, "bfloat16": 0.3}
+"""Gaps between two logprobs of the demo model that rounding may turn over: activations of bfloat16
+move a gap by 0.04 in the median and by up to 0.24 (48 positions, against float32 ones)."""
 NCU_SECTIONS = (
     "SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats",
 )  # fmt: skip
@@ -71,14 +74,14 @@ def stages(place: Place) -> list[Stage]:
     """All of them, in the order of their use: what is cheap and decides comes first."""
     return [
         _kernel_checks(place),
-        _o1(place, "o1_float32", "float32", 1e-4),
+        _o1(place, "o1_float32", "float32", NEAR_TIES["float32"]),
         _start(place),
         _decode(place),
         _prefill(place),
         _memory(place),
         _kernel_times(place),
         _families(place),
-        _o1(place, "o1_bfloat16", "bfloat16", 5e-2),
+        _o1(place, "o1_bfloat16", "bfloat16", NEAR_TIES["bfloat16"]),
         _http(place),
         *[_ncu(place, i) for i in range(len(HOTTEST))],
         _sanitizer(place),
