@@ -130,7 +130,7 @@ def _families(place: Place) -> Stage:
     command = [word for word in command if word]
     if place.is_gpu:
         command += ["-m", "gpu", *_parallel(), *GPU_TESTS]
-        return Stage("families", 580, command, read=_pytest)
+        return Stage("families", 500, command, read=_pytest)
     if importlib.util.find_spec("triton") is None:
         return Stage("families", 0, skipped="no GPU, and no Triton for its interpreter")
     file = "tests/kernels/triton_kernels/test_elementwise_and_linear.py"
