@@ -6,6 +6,7 @@ with transformers, ``REAL`` ones have the head sizes that releases have, in few 
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from hyradix.models.loader import (
     model_facts,
 )
 from hyradix.text.tokenizer import Tokenizer
-from tests.support.checkpoints import build
 from tests.support.demo import Engines
 
 Raw = dict[str, Any]
@@ -110,8 +110,9 @@ class Models:
             is_new = not where.exists()
             where.mkdir(exist_ok=True)
             if kind == "checkpoint":
-                if is_new:
-                    build(name).save_pretrained(where)
+                if is_new:  # the other kinds run without transformers
+                    checkpoints = importlib.import_module("tests.support.checkpoints")
+                    checkpoints.build(name).save_pretrained(where)
                 model = load_model(where, backend=backend, device=device, dtype=dtype)
             else:
                 raw = SMALL[name] if kind == "small" else REAL[name]
