@@ -29,6 +29,9 @@ HOTTEST = (
     ("attention", "attention, decode behind 1152", 64),
 )
 """Section, bench and batch of what takes most of a decode step of the 4b shape."""
+NEAR_TIES = {"float32": 1e-4, "bfloat16": 0.3}
+"""Gaps between two logprobs of the demo model that rounding may turn over: activations of bfloat16
+move a gap by 0.04 in the median and by up to 0.24 (48 positions, against float32 ones)."""
 NCU_SECTIONS = (
     "SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats",
 )  # fmt: skip
@@ -71,14 +74,14 @@ def stages(place: Place) -> list[Stage]:
     """All of them, in the order of their use: what is cheap and decides comes first."""
     return [
         _kernel_checks(place),
-        _o1(place, "o1_float32", "float32", 1e-4),
+        _o1(place, "o1_float32", "float32", NEAR_TIES["float32"]),
         _start(place),
         _decode(place),
         _prefill(place),
         _memory(place),
         _kernel_times(place),
         _families(place),
-        _o1(place, "o1_bfloat16", "bfloat16", 5e-2),
+        _o1(place, "o1_bfloat16", "bfloat16", NEAR_TIES["bfloat16"]),
         _http(place),
         *[_ncu(place, i) for i in range(len(HOTTEST))],
         _sanitizer(place),
@@ -114,8 +117,11 @@ def _kernels(report: dict[str, Any]) -> dict[str, Any]:
 # ---- correctness -----------------------------------------------------------------------------
 
 
-GPU_TESTS = ("tests/kernels/triton_kernels", "tests/runner/device", "tests/runner/on_triton")
-"""Where tests marked gpu are; the other folders import what a device's machine may lack."""
+GPU_TESTS = (
+    "tests/gpu", "tests/kernels/triton_kernels", "tests/runner/device", "tests/runner/on_triton",
+    "tests/conformance", "tests/oracles",
+)  # fmt: skip
+"""Where tests marked gpu are."""
 
 
 def _families(place: Place) -> Stage:
@@ -123,8 +129,8 @@ def _families(place: Place) -> Stage:
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x" * place.is_tiny]
     command = [word for word in command if word]
     if place.is_gpu:
-        command += ["-m", "gpu", *GPU_TESTS]
-        return Stage("families", 400, command, read=_pytest)
+        command += ["-m", "gpu", *_parallel(), *GPU_TESTS]
+        return Stage("families", 500, command, read=_pytest)
     if importlib.util.find_spec("triton") is None:
         return Stage("families", 0, skipped="no GPU, and no Triton for its interpreter")
     file = "tests/kernels/triton_kernels/test_elementwise_and_linear.py"
@@ -133,18 +139,30 @@ def _families(place: Place) -> Stage:
     )
 
 
+def _parallel() -> list[str]:
+    """Eight processes: most of the time kernels are compiled, and one that loses its device is
+    started anew. pytest-benchmark warns of that, which is an error."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    return ["-n", "8", "--dist", "worksteal", "-p", "no:benchmark"]
+
+
 def _o1(place: Place, name: str, dtype: str, near_tie: float) -> Stage:
+    """On a GPU as it serves, with preemptions; against the CPU's runs too."""
     count = 1 if place.is_tiny else 8
     command = [PYTHON, "-m", "tests.oracles.schedules", "--schedules", str(count)]
     command += ["--device", place.device, "--dtype", dtype, "--near-tie", str(near_tie)]
-    command += ["--overlap"] * place.is_gpu
+    if place.is_gpu:
+        command += ["--overlap", "--decode-log", "16", "--force-preempt-every", "11"]
     return _with_json(place, name, 240, command, _o1_figures)
 
 
 def _o1_figures(report: dict[str, Any]) -> dict[str, Any]:
     counts = {name: report[name] for name in ("requests", "prompt_tokens", "cached_tokens")}
+    counts["preemptions"] = report["preemptions"]
     ties, failures = report["near_ties"], report["failures"]
-    return {**counts, "near_ties": len(ties), "failures": len(failures), "listed": ties[:20]}
+    listed = {"listed": ties[:20], "failed": failures[:20]}
+    return {**counts, "near_ties": len(ties), "failures": len(failures), **listed}
 
 
 def _pytest(output: str) -> dict[str, Any]:

@@ -104,8 +104,8 @@ class Player:
     ) -> None:
         self.model = model
         self.config = make_config(model, **settings)
-        hook = self._keep if keep_logits else None
-        self.runner = ModelRunner(model, self.config, GreedySampler(), on_hidden=hook)
+        self._keep_logits = keep_logits
+        self.runner = self.make_runner()
         slots = np.arange(1, self.config.num_kv_slots + 1, dtype=np.int32)
         if scatter:
             np.random.default_rng(0).shuffle(slots)
@@ -117,9 +117,19 @@ class Player:
         self._pending: dict[str, list[Any]] = {"inits": [], "tokens": [], "kv": [], "ops": []}
         self.steps = 0
 
+    def make_runner(self) -> Any:
+        """What runs the steps."""
+        hook = self._keep if self._keep_logits else None
+        return ModelRunner(self.model, self.config, GreedySampler(), on_hidden=hook)
+
     def new_state(self) -> int:
         self._next_state += 1
         return self._next_state - 1
+
+    @property
+    def table(self) -> Any:
+        """The host's request table."""
+        return self.runner.table
 
     def new_kv(self, count: int) -> Any:
         self._used += count
@@ -141,7 +151,7 @@ class Player:
 
     def share_kv(self, row: int, other: int, count: int) -> None:
         """The first ``count`` KV slots of ``row`` are those of ``other``."""
-        values = self.runner.table.kv_slots[other, :count].copy()
+        values = self.table.kv_slots[other, :count].copy()
         self._pending["kv"].append(RowUpdate(row, 0, values))
 
     def step(
@@ -204,9 +214,10 @@ class Player:
 
     def _keep(self, batch: ScheduledBatch, hidden: torch.Tensor) -> None:
         logits = self.model.logits(hidden)
-        for row, part in zip(
-            batch.rows.tolist(), logits.split(batch.num_tokens.tolist()), strict=True
-        ):
+        is_tree = (batch.max_nodes > 0) & (self.runner.speculation.keeper is not None)
+        order = np.argsort(is_tree, kind="stable")  # as the runner has them
+        parts = logits.split(batch.num_tokens[order].tolist())
+        for row, part in zip(batch.rows[order].tolist(), parts, strict=True):
             self.rows[row].logits.append(part.clone())
 
     def logits_of(self, row: int) -> torch.Tensor:

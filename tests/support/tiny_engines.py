@@ -42,8 +42,11 @@ SIZES = Sizes(
 )
 
 
-def make_engines(family: str, directory: Path) -> Engines:
-    """On a checkpoint written to ``directory``; its texts are the demo tokenizer's."""
+def make_engines(family: str, directory: Path, **placed: str) -> Engines:
+    """On a checkpoint written to ``directory``; its texts are the demo tokenizer's.
+
+    placed: backend, device, dtype.
+    """
     model = build(family)
     model.save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
@@ -54,4 +57,4 @@ def make_engines(family: str, directory: Path) -> Engines:
     path = directory / "config.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "tie_word_embeddings": False}))
-    return Engines(directory, Tokenizer.from_dir(demo_directory()))
+    return Engines(directory, Tokenizer.from_dir(demo_directory()), **placed)

@@ -13,7 +13,7 @@ from hyradix.models.decoder import Decoder
 from hyradix.models.loader import DTYPES, build_model, init_random, load_config, model_facts
 from hyradix.spec_config import ProposerName
 from hyradix.text.tokenizer import Tokenizer
-from tests.support.demo import Engines
+from tests.support.demo import Engines, start_synchronous
 
 VOCAB = 29
 CONFIG = {
@@ -35,7 +35,9 @@ def load(directory: Path, backend: str, device: str = "cpu", dtype: str = "float
 
 
 class TinyEngines(Engines):
-    """Engines on the model, whose ids are some tokenizer's."""
+    """Engines on the model, whose ids are some tokenizer's; steps run one at a time."""
+
+    start = staticmethod(start_synchronous)
 
     def __init__(self, directory: Path, backend: str, device: str, dtype: str) -> None:
         self._model = load(directory, backend, device, dtype)

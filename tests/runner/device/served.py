@@ -191,11 +191,14 @@ def poison_all(runner: Any, config: EngineConfig) -> None:
     """NaN everywhere, the sinks included."""
     runner.poison_states(list(range(config.num_states + 1)))
     runner.poison_kv(list(range(config.num_kv_slots + 1)))
-    log = runner.launcher.log
+    launcher = getattr(runner, "launcher", None)  # the synchronous one has none
+    log = launcher and launcher.log
     if log is not None:
         for tensor in log.buffers._tensors.values():
             with torch.inference_mode():
                 tensor.fill_(POISON)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the runner has a stream of its own
 
 
 def _after_quarantine(owner: Any, poison: Callable[[Any], None]) -> None:
