@@ -37,7 +37,7 @@ VERIFY = (
     VerifyConfig(32, 4, 32), VerifyConfig(32, 8, 16), VerifyConfig(32, 8, 32),
     VerifyConfig(32, 8, 32, 1),
 )  # fmt: skip
-CHUNK = (ChunkConfig(32, 4, 8), ChunkConfig(32, 4, 4), ChunkConfig(16, 2, 2))
+CHUNK = (ChunkConfig(32, 4, 4, 2), ChunkConfig(32, 4, 4), ChunkConfig(16, 2, 2))
 
 
 def cases(device: torch.device) -> dict[str, Callable[[], Bench]]:

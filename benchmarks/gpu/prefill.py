@@ -13,9 +13,20 @@ from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer
 from hyradix.kernels.gated_delta_net.triton_prefill import mix_
-from hyradix.kernels.gated_delta_rule.triton import ChunkScratch
-from hyradix.kernels.triton_table import ChunkConfig
+from hyradix.kernels.gated_delta_rule.triton import ChunkScratch, pass_, solve_
+from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, wide
+
+LENGTHS = ([8_192], [500], [1_024] * 8, [16] * 64)
+SOLVE = (ChunkConfig(32, 4, 4), ChunkConfig(32, 4, 4, solve_registers=168))
+PASS = (
+    ChunkConfig(32, 4, 4, 2),
+    ChunkConfig(32, 4, 4, 1),
+    ChunkConfig(16, 4, 4, 2),
+    ChunkConfig(16, 4, 4, 1),
+    ChunkConfig(64, 4, 4, 2),
+    ChunkConfig(64, 4, 4, 1),
+)
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -24,12 +35,12 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
-    configs: list[ChunkConfig | None] = [None]
-    if tune:
-        configs += [ChunkConfig(v, s, p) for v in (16, 32) for s in (4, 8) for p in (4, 8)]
-    for lengths in ([8_192], [512], [1_024] * 8, [16] * 64):
-        for config in configs:
-            yield bench(lengths, config, device)
+    for lengths in LENGTHS:
+        yield bench(lengths, None, device)
+        for config in SOLVE if tune else (None,):
+            yield bench_launch("solve", lengths, config, device)
+        for config in PASS if tune else (None,):
+            yield bench_launch("pass", lengths, config, device)
 
 
 def _ragged(lengths: list[int], saves: list[tuple[int, int, int]]) -> RaggedStates:
@@ -98,3 +109,31 @@ def bench(lengths: list[int], config: ChunkConfig | None, device: torch.device) 
     return Bench(
         name, count, num_bytes, build, flops, "" if config is None else str(config), config
     )
+
+
+def bench_launch(
+    launch: str, lengths: list[int], config: ChunkConfig | None, device: torch.device
+) -> Bench:
+    """One of both launches over chunks alone, "solve" or "pass"."""
+    chosen = config or chunk_config(device)
+    total, count, s = sum(lengths), len(lengths), B4
+
+    def build(sets: int) -> list[Call]:
+        chunks = DeviceStates.of(_ragged(lengths, []), device).chunks
+        scratch = ChunkScratch(total, s.hk, s.hv, s.dk, s.dv, device)
+        for x in vars(scratch).values():
+            x.zero_()
+        state = torch.zeros(count + 1, s.hv, s.dk, s.dv, device=device)
+        if launch == "solve":
+            return [lambda: solve_(chunks, scratch, chosen, is_exact=False)]
+        return [lambda: pass_(chunks, state, scratch, chosen, is_exact=False)]
+
+    keys, values = s.hk * s.dk, s.hv * s.dv
+    by_token = 6 * keys + 4 * (s.hv * s.dk + 2 * values) + 2 * 64 * s.hv
+    num_bytes = total * by_token
+    if launch == "pass":
+        num_bytes += 2 * count * s.hv * s.dk * s.dv * 4
+    return Bench(
+        f"gdn prefill {launch}, {count} x {lengths[0]}", count, num_bytes, build,
+        note=str(config or ""), config=config,
+    )  # fmt: skip

@@ -67,11 +67,17 @@ class VerifyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChunkConfig:
-    """Chunks of a prefill: columns of d_v that a program passes on, warps of both launches."""
+    """Chunks of a prefill: columns of d_v that a program passes on, warps of both launches.
+
+    Of gated delta nets alone: stages of the second, 2 where all numbers of a chunk are asked for at
+    once, behind the chunk before it; solve_registers: of a thread of the first, 0 for no limit.
+    """
 
     block_v: int
     solve_warps: int
     pass_warps: int
+    stages: int = 1
+    solve_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,7 @@ _EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are flo
         (512, ExpertConfig(32, ProductConfig(32, 32, 4, 3), ProductConfig(64, 32, 4, 3))),
     ),
 }
-_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
+_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 4, 2)}
 _MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))

@@ -18,11 +18,17 @@ import triton.language as tl
 
 from hyradix.kernels.causal_conv.triton_ragged import move_windows_
 from hyradix.kernels.device_forms import DeviceStates
-from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, gates, unit
+from hyradix.kernels.gated_delta_net.reference import L2_EPS
+from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, gates
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch, chunked_
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
+from hyradix.kernels.triton_halves import ONE, split
 from hyradix.kernels.triton_support import launch, load32, power_of_two, silu
 from hyradix.kernels.triton_table import ChunkConfig
+
+_L2_EPS = tl.constexpr(L2_EPS)
+_TOKENS, _NUMBERS = 8, 1024
+"""Tokens of a program of the first launch, where a tile of them has no more numbers than that."""
 
 
 def mix_(
@@ -46,15 +52,16 @@ def mix_(
     tokens, width = batch.sequences.shape[0], conv_state.shape[1] + 1
     assert projected.stride(1) == out.stride(1) == 1
     assert conv_state.is_contiguous()
-    slots, x = batch.chunks.slots, scratch
+    slots, x, block_k, block_v = batch.chunks.slots, scratch, power_of_two(dk), power_of_two(dv)
+    together = max(1, min(_TOKENS, _NUMBERS // max(block_k, block_v)))
     launch(
         _prepare_kernel,
-        (tokens, weights.num_k_heads),
-        projected, projected.stride(0), weights.conv, weights.decay_rate, weights.dt_bias,
-        batch.cu_seqlens, batch.sequences, slots, conv_state, x.q, x.k, x.v, x.g, x.beta,
+        (triton.cdiv(tokens, together), weights.num_k_heads),
+        projected, projected.stride(0), tokens, weights.conv, weights.decay_rate, weights.dt_bias,
+        batch.cu_seqlens, batch.sequences, slots, conv_state, *x.q, *x.k, x.v, x.g, x.beta,
         channels, weights.num_k_heads, num_v_heads // weights.num_k_heads, dk, dv, width,
-        power_of_two(dk), power_of_two(dv),
-        num_warps=1,
+        together, block_k, block_v,
+        num_warps=4,
     )  # fmt: skip
     chunked_(batch.chunks, state, scratch, projected.dtype, config=config)
     move_windows_(projected, batch, conv_state)
@@ -64,48 +71,87 @@ def mix_(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
-    projected, stride, conv_w, decay_rate, dt_bias, cu_seqlens, sequences, slots, conv_state,
-    all_q, all_k, all_v, all_g, all_beta,
+    projected, stride, num_tokens, conv_w, decay_rate, dt_bias, cu_seqlens, sequences, slots,
+    conv_state, q_high, q_low, k_high, k_low, all_v, all_g, all_beta,
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
-    """One token and key head."""
+    """TOKENS tokens and a key head: weights are read once for all of them."""
     HV: tl.constexpr = HK * RATIO
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    token = tl.minimum(token, num_tokens - 1).to(tl.int64)  # of those beyond nothing is stored
     sequence = tl.load(sequences + token)
-    before = token - tl.load(cu_seqlens + sequence)  # tokens of the sequence before this one
+    before = (token - tl.load(cu_seqlens + sequence)).to(tl.int32)  # tokens of its own sequence
     window = conv_state + tl.load(slots + sequence).to(tl.int64) * ((WIDTH - 1) * CHANNELS)
     x = projected + token * stride
     d, c = tl.arange(0, BK), tl.arange(0, BV)
-    in_k, in_v = d < DK, c < DV
-    q_channel, k_channel = head * DK + d, (HK + head) * DK + d
-    q = _convolved(x, stride, before, window, conv_w, q_channel, in_k, CHANNELS, WIDTH)
-    k = _convolved(x, stride, before, window, conv_w, k_channel, in_k, CHANNELS, WIDTH)
-    place = (token * HK + head) * DK + d
-    tl.store(all_q + place, unit(q) * (DK**-0.5), mask=in_k)
-    tl.store(all_k + place, unit(k), mask=in_k)
+    in_k, in_v = is_token[:, None] & (d < DK)[None, :], is_token[:, None] & (c < DV)[None, :]
+    place = ((token * HK + head) * DK)[:, None] + d[None, :]
+    channel, inside = head * DK + d, d < DK
+    q = _convolved(x, stride, before, window, conv_w, channel, inside, in_k, CHANNELS, WIDTH)
+    high, low = split(_unit(q) * (ONE * DK**-0.5))
+    tl.store(q_high + place, high, mask=in_k)
+    tl.store(q_low + place, low, mask=in_k)
+    channel += HK * DK
+    k = _convolved(x, stride, before, window, conv_w, channel, inside, in_k, CHANNELS, WIDTH)
+    high, low = split(_unit(k) * ONE)
+    tl.store(k_high + place, high, mask=in_k)
+    tl.store(k_low + place, low, mask=in_k)
     for i in tl.static_range(RATIO):
         v_head = head * RATIO + i
         channel = 2 * HK * DK + v_head * DV + c
-        v = _convolved(x, stride, before, window, conv_w, channel, in_v, CHANNELS, WIDTH)
+        v = _convolved(x, stride, before, window, conv_w, channel, c < DV, in_v, CHANNELS, WIDTH)
+        tl.store(all_v + ((token * HV + v_head) * DV)[:, None] + c[None, :], v, mask=in_v)
         g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
-        tl.store(all_v + (token * HV + v_head) * DV + c, v, mask=in_v)
-        tl.store(all_g + token * HV + v_head, g)
-        tl.store(all_beta + token * HV + v_head, beta)
+        tl.store(all_g + token * HV + v_head, g, mask=is_token)
+        tl.store(all_beta + token * HV + v_head, beta, mask=is_token)
+
+
+@triton.jit
+def _unit(x):
+    """Every row divided by its norm, as ``triton_parts.unit``."""
+    return x / tl.sqrt(tl.sum(x * x, 1) + _L2_EPS)[:, None]
 
 
 @triton.jit
 def _convolved(
-    x, stride, before, window, weight, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """silu(convolution): earlier columns are earlier tokens, then the window's."""
-    total = load32(x + channel, mask) * load32(weight + (WIDTH - 1) * CHANNELS + channel, mask)
+    x, stride, before, window, weight, channel, inside, mask, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """silu(convolution) of tokens (rows), earlier columns are earlier tokens, then the window's.
+
+    inside: which channels there are; mask: the same for every token that there is.
+    """
+    if tl.min(before, 0) < WIDTH - 1:  # or no token needs the window
+        total = _sum_of_taps(x, stride, before, window, weight, channel, inside, mask, CHANNELS,
+                             WIDTH, True)  # fmt: skip
+    else:
+        total = _sum_of_taps(x, stride, before, window, weight, channel, inside, mask, CHANNELS,
+                             WIDTH, False)  # fmt: skip
+    return silu(total)
+
+
+@triton.jit
+def _sum_of_taps(
+    x, stride, before, window, weight, channel, inside, mask, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    here = channel[None, :]
+    taps = load32(weight + (WIDTH - 1) * CHANNELS + channel, inside)
+    total = load32(x[:, None] + here, mask) * taps[None, :]
     for j in tl.static_range(WIDTH - 1):
         back = WIDTH - 1 - j
-        is_token = before >= back
-        column = load32(x - back * stride + channel, mask & is_token)
-        column += load32(window + (before + j) * CHANNELS + channel, mask & (before < back))
-        total += column * load32(weight + j * CHANNELS + channel, mask)
-    return silu(total)
+        earlier = (x - back * stride)[:, None] + here
+        if HAS_WINDOW:
+            column = load32(earlier, mask & (before >= back)[:, None])
+            earlier = (window + (before + j) * CHANNELS)[:, None] + here
+            column += load32(earlier, mask & (before < back)[:, None])
+        else:
+            column = load32(earlier, mask)
+        total += column * load32(weight + j * CHANNELS + channel, inside)[None, :]
+    return total

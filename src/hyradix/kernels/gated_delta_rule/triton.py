@@ -10,11 +10,11 @@ chunk, S in registers.
 
 Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
-- T by rows, each from final ones (powers of A lose digits where keys repeat). What states are made
-  of goes through products of three tf32 passes, outputs through ``output_precision``.
+- What states are made of goes through products of three float16 passes (as near as three of tf32),
+  outputs through one, where activations are not float32.
 - Sums of g are within a chunk and float64 in differences; ratios only.
-Source: as ``../tree_recurrence/chunked.py``, the readable twin. Read next:
-``../gated_delta_net/triton_prefill.py`` (the caller).
+Source: as ``../tree_recurrence/chunked.py``, the readable twin. Read next: ``triton_solve.py`` (the
+first launch), ``../gated_delta_net/triton_prefill.py`` (the caller).
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)
@@ -29,7 +29,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
+from hyradix.kernels.gated_delta_rule.triton_solve import solve_kernel
+from hyradix.kernels.triton_halves import ONE, dot, dot_for, scale_of, split
+from hyradix.kernels.triton_support import launch, load32, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
@@ -76,7 +78,10 @@ def chunk_table(
 
 
 class ChunkScratch:
-    """By token of the step: inputs (q, k unit and q scaled), what the first launch leaves, o."""
+    """By token of the step: inputs (q, k unit and q scaled), what the first launch leaves, o.
+
+    q, k, w, products: ``float16[2, ..]``, high and low numbers (``../triton_halves.py``).
+    """
 
     def __init__(
         self,
@@ -90,11 +95,14 @@ class ChunkScratch:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(max_tokens, *shape, device=device)
 
-        self.q, self.k = (empty(num_k_heads, k_dim) for _ in "qk")
+        def halves(*shape: int) -> torch.Tensor:
+            return torch.empty(2, max_tokens, *shape, dtype=torch.float16, device=device)
+
+        self.q, self.k = (halves(num_k_heads, k_dim) for _ in "qk")
         self.v = empty(num_v_heads, v_dim)
         self.g, self.beta = (empty(num_v_heads) for _ in "gb")
-        self.w, self.u = empty(num_v_heads, k_dim), empty(num_v_heads, v_dim)
-        self.products = empty(num_v_heads, CHUNK)
+        self.w, self.u = halves(num_v_heads, k_dim), empty(num_v_heads, v_dim)
+        self.products = halves(num_v_heads, CHUNK)
         self.o = empty(num_v_heads, v_dim)
 
 
@@ -111,93 +119,65 @@ def chunked_(
     state: ``float32[slots, Hv, dk, dv]``. scratch: q, k, v, g, beta of all tokens; beta becomes
     e^G (from the chunk's start to the token), g becomes e^(G_last - G). dtype: of activations.
     """
-    _, num_v_heads, dk, dv = state.shape
-    assert state.is_contiguous()
     config = config or chunk_config(state.device)
-    ratio = num_v_heads // scratch.k.shape[1]
-    block_v = max(min(config.block_v, power_of_two(dv)), 16)
+    is_exact = dtype == torch.float32
+    solve_(chunks, scratch, config, is_exact=is_exact)
+    pass_(chunks, state, scratch, config, is_exact=is_exact)
+
+
+def solve_(chunks: Chunks, scratch: ChunkScratch, config: ChunkConfig, *, is_exact: bool) -> None:
+    """The first launch: w, u and products from q, k, v, g and beta, of which the last two change.
+
+    is_exact: of products that are for outputs alone, too.
+    """
     x = scratch
+    (_, _, num_k_heads, dk), (_, num_v_heads, dv) = x.k.shape, x.v.shape
+    all_k = power_of_two(dk, least=16)
     launch(
-        _solve_kernel,
+        solve_kernel,
         (chunks.table.shape[0], num_v_heads),
-        chunks.table, x.q, x.k, x.v, x.g, x.beta, x.w, x.u, x.products,
-        num_v_heads, ratio, dk, dv, CHUNK, min(32, power_of_two(dk, least=16)),
-        min(32, power_of_two(dv, least=16)), output_precision(dtype),
-        num_warps=config.solve_warps,
+        chunks.table, *x.q, *x.k, x.v, x.g, x.beta, *x.w, x.u, *x.products,
+        num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK, all_k, min(64, all_k),
+        min(64, power_of_two(dv, least=16)), CHUNK.bit_length() - 1, is_exact,
+        num_warps=config.solve_warps, max_registers=config.solve_registers,
     )  # fmt: skip
+
+
+def pass_(
+    chunks: Chunks,
+    state: torch.Tensor,
+    scratch: ChunkScratch,
+    config: ChunkConfig,
+    *,
+    is_exact: bool,
+) -> None:
+    """The second: o, the slots' states, the saves.
+
+    A chunk's numbers are asked for at once only where shared memory holds them twice.
+    """
+    x, (_, num_v_heads, dk, dv) = scratch, state.shape
+    assert state.is_contiguous()
+    block_v = max(min(config.block_v, power_of_two(dv)), 16)
+    stages = 1 if is_exact or dk > 128 else config.stages
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
-        chunks.table, chunks.offsets, chunks.slots, state, x.q, x.k, x.beta, x.g, x.w, x.u,
-        x.products, x.o,
-        num_v_heads, ratio, dk, dv, CHUNK, power_of_two(dk, least=32) // 2, block_v,
-        triton.cdiv(dv, block_v), output_precision(dtype),
+        chunks.table, chunks.offsets, chunks.slots, state, *x.q, *x.k, x.beta, x.g, *x.w, x.u,
+        *x.products, x.o,
+        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=16),
+        block_v, triton.cdiv(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
     )  # fmt: skip
 
 
 @triton.jit
-def _solve_kernel(
-    table, all_q, all_k, all_v, all_g, all_beta, all_w, all_u, all_products,
-    HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    HK: tl.constexpr = HV // RATIO
-    head = tl.program_id(1)
-    first = tl.load(table + 3 * tl.program_id(0)).to(tl.int64)
-    count = tl.load(table + 3 * tl.program_id(0) + 1)
-    c = tl.arange(0, C)
-    is_token = c < count
-    token = first + c
-    g = load32(all_g + token * HV + head, is_token).to(tl.float64)
-    beta = load32(all_beta + token * HV + head, is_token)
-    is_earlier = c[:, None] >= c[None, :]
-    sums = tl.sum(tl.where(is_earlier, g[None, :], 0.0), 1)
-    ratio = tl.where(is_earlier, sums[:, None] - sums[None, :], float("-inf"))
-    ratio = tl.exp(ratio.to(tl.float32))
-    grown = tl.exp(sums.to(tl.float32))
-    system, products = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for begin in range(0, DK, BK):
-        d = begin + tl.arange(0, BK)
-        inside = is_token[:, None] & (d < DK)[None, :]
-        place = (token * HK + head // RATIO)[:, None] * DK + d[None, :]
-        k, q = load32(all_k + place, inside), load32(all_q + place, inside)
-        system = tl.dot(k, tl.trans(k), system, input_precision="tf32x3")
-        products = tl.dot(q, tl.trans(k), products, input_precision=PRECISION)
-    system = tl.where(c[:, None] > c[None, :], system * ratio * beta[:, None], 0.0)
-    inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0)
-    for i in range(1, count):  # row i from the rows before it
-        row = tl.sum(tl.where((c == i)[:, None], system, 0.0), 0)
-        solved = tl.sum(row[:, None] * inverse, 0)
-        inverse -= tl.where((c == i)[:, None], solved[None, :], 0.0)
-    place = (token * HV + head)[:, None]
-    tl.store(all_products + place * C + c[None, :], products * ratio, mask=is_token[:, None])
-    tl.debug_barrier()  # g and beta are read by all before they are written
-    behind = tl.exp((tl.sum(g, 0) - sums).to(tl.float32))
-    tl.store(all_g + token * HV + head, behind, mask=is_token)
-    tl.store(all_beta + token * HV + head, grown, mask=is_token)
-    for begin in range(0, DK, BK):
-        d = begin + tl.arange(0, BK)
-        inside = is_token[:, None] & (d < DK)[None, :]
-        k = load32(all_k + (token * HK + head // RATIO)[:, None] * DK + d[None, :], inside)
-        w = tl.dot(inverse, k * (beta * grown)[:, None], input_precision="tf32x3")
-        tl.store(all_w + place * DK + d[None, :], w, mask=inside)
-    for begin in range(0, DV, BV):
-        d = begin + tl.arange(0, BV)
-        inside = is_token[:, None] & (d < DV)[None, :]
-        v = load32(all_v + place * DV + d[None, :], inside)
-        u = tl.dot(inverse, v * beta[:, None], input_precision="tf32x3")
-        tl.store(all_u + place * DV + d[None, :], u, mask=inside)
-
-
-@triton.jit
 def _pass_kernel(
-    table, offsets, slots, all_states, all_q, all_k, all_grown, all_behind, all_w, all_u,
-    all_products, all_o,
+    table, offsets, slots, all_states, q_high, q_low, k_high, k_low, all_grown, all_behind,
+    w_high, w_low, all_u, products_high, products_low, all_o,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The state is held as its upper and lower BK rows of d_k: smaller operands, no spills."""
     HK: tl.constexpr = HV // RATIO
     sequence = tl.program_id(0) // (BLOCKS * HV)
     head = tl.program_id(0) // BLOCKS % HV
@@ -205,45 +185,52 @@ def _pass_kernel(
     last_chunk = tl.load(offsets + sequence + 1)
     c, d = tl.arange(0, C), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    in_v, in_upper, in_lower = column < DV, d < DK, d + BK < DK
-    upper_inside = in_upper[:, None] & in_v[None, :]
-    lower_inside = in_lower[:, None] & in_v[None, :]
+    in_k, in_v = (d < DK)[None, :], (column < DV)[None, :]
+    in_state = (d < DK)[:, None] & in_v
     place = (head * DK + d[:, None]) * DV + column[None, :]
+    of_w, of_key = (c * (HV * DK))[:, None] + d[None, :], (c * (HK * DK))[:, None] + d[None, :]
+    of_value = (c * (HV * DV))[:, None] + column[None, :]
+    of_products = (c * (HV * C))[:, None] + c[None, :]
     own = all_states + slot * (HV * DK * DV) + place
-    upper = tl.load(own, mask=upper_inside, other=0.0)
-    lower = tl.load(own + BK * DV, mask=lower_inside, other=0.0)
-    for chunk in range(tl.load(offsets + sequence), last_chunk):
+    state = tl.load(own, mask=in_state, other=0.0)
+    for chunk in tl.range(tl.load(offsets + sequence), last_chunk, num_stages=STAGES):
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)
         save = tl.load(table + 3 * chunk + 2).to(tl.int64)
-        is_token, token = c < count, first + c
-        in_columns = is_token[:, None] & in_v[None, :]
-        tokens_upper = is_token[:, None] & in_upper[None, :]
-        tokens_lower = is_token[:, None] & in_lower[None, :]
-        row = (token * HV + head)[:, None]
-        w_place = all_w + row * DK + d[None, :]
-        key_place = (token * HK + head // RATIO)[:, None] * DK + d[None, :]
-        grown = load32(all_grown + token * HV + head, is_token)
-        behind = load32(all_behind + token * HV + head, is_token)
-        kept = tl.load(all_grown + (first + count - 1) * HV + head)
-        read = tl.dot(load32(w_place, tokens_upper), upper, input_precision="tf32x3")
-        read = tl.dot(load32(w_place + BK, tokens_lower), lower, read, input_precision="tf32x3")
-        u = load32(all_u + row * DV + column[None, :], in_columns) - read
-        o = tl.dot(load32(all_q + key_place, tokens_upper), upper, input_precision=PRECISION)
-        q = load32(all_q + key_place + BK, tokens_lower)
-        o = tl.dot(q, lower, o, input_precision=PRECISION) * grown[:, None]
-        products = load32(all_products + row * C + c[None, :], is_token[:, None])
-        o = tl.dot(products, u, o, input_precision=PRECISION)
-        tl.store(all_o + row * DV + column[None, :], o, mask=in_columns)
-        u *= behind[:, None]
-        k = tl.trans(load32(all_k + key_place, tokens_upper))
-        upper = tl.dot(k, u, upper * kept, input_precision="tf32x3")
-        k = tl.trans(load32(all_k + key_place + BK, tokens_lower))
-        lower = tl.dot(k, u, lower * kept, input_precision="tf32x3")
+        is_token = c < count
+        of_tokens, in_columns = is_token[:, None] & in_k, is_token[:, None] & in_v
+        row = first * HV + head  # of the chunk's first token; 32 bits from there on
+        key = (first * HK + head // RATIO) * DK
+        grown = load32(all_grown + row + c * HV, is_token)
+        behind = load32(all_behind + row + c * HV, is_token)
+        kept = tl.load(all_grown + row + (count - 1) * HV)
+        high = tl.load(w_high + row * DK + of_w, mask=of_tokens, other=0.0)
+        low = tl.load(w_low + row * DK + of_w, mask=of_tokens, other=0.0)
+        scale, by = scale_of(state)
+        state_high, state_low = split(state * by)
+        u = load32(all_u + row * DV + of_value, in_columns)
+        u -= dot(high, low, state_high, state_low) * (scale * (1.0 / ONE))
+        high = tl.load(q_high + key + of_key, mask=of_tokens, other=0.0)
+        low = high
+        if IS_EXACT:
+            low = tl.load(q_low + key + of_key, mask=of_tokens, other=0.0)
+        o = dot_for(high, low, state_high, state_low, IS_EXACT)
+        o *= (grown * (scale * (1.0 / ONE)))[:, None]
+        scale, by = scale_of(u)
+        u *= by
+        high = tl.load(products_high + row * C + of_products, mask=is_token[:, None], other=0.0)
+        low = high
+        if IS_EXACT:
+            low = tl.load(products_low + row * C + of_products, mask=is_token[:, None], other=0.0)
+        u_high, u_low = split(u)
+        o += dot_for(high, low, u_high, u_low, IS_EXACT) * (scale * (1.0 / ONE))
+        tl.store(all_o + row * DV + of_value, o, mask=in_columns)
+        u_high, u_low = split(u * behind[:, None])
+        high = tl.load(k_high + key + of_key, mask=of_tokens, other=0.0)
+        low = tl.load(k_low + key + of_key, mask=of_tokens, other=0.0)
+        added = dot(tl.trans(high), tl.trans(low), u_high, u_low) * (scale * (1.0 / ONE))
+        state = state * kept + added
         if save != 0:
-            there = all_states + save * (HV * DK * DV) + place
-            tl.store(there, upper, mask=upper_inside)
-            tl.store(there + BK * DV, lower, mask=lower_inside)
+            tl.store(all_states + save * (HV * DK * DV) + place, state, mask=in_state)
     if slot != 0:
-        tl.store(own, upper, mask=upper_inside)
-        tl.store(own + BK * DV, lower, mask=lower_inside)
+        tl.store(own, state, mask=in_state)

@@ -22,6 +22,9 @@ from hyradix.kernels.triton_support import (
     wait_for_previous,
 )
 
+_NUMBERS = 1024
+"""Of a program of the gated norm, in as many groups as they fill."""
+
 
 def add_rms_norm(
     x: torch.Tensor,
@@ -71,15 +74,16 @@ def gated_rms_norm(
     tokens, groups, size = x.shape
     assert x.stride(2) == gate.stride(2) == out.stride(2) == 1
     assert v is None or v.stride(2) == 1
-    other = x if v is None else v
+    other, block = x if v is None else v, power_of_two(size)
+    together = min(power_of_two(groups), max(1, _NUMBERS // block))
     launch(
         _gated_norm_kernel,
-        (tokens, groups),
+        (tokens, triton.cdiv(groups, together)),
         x, *x.stride()[:2], gate, *gate.stride()[:2], weight,
         weight.stride(0) if weight.ndim == 2 else 0, weight if skip is None else skip, other,
         *other.stride()[:2], eps, out, *out.stride()[:2],
-        skip is not None, gate_first, activation == "silu", size, power_of_two(size),
-        num_warps=1 if size <= 512 else 4, is_chained=True,
+        skip is not None, gate_first, activation == "silu", groups, together, size, block,
+        num_warps=1 if together * block <= 256 else 4, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -107,11 +111,14 @@ def _gated_norm_kernel(
     x, x_token, x_group, gate, gate_token, gate_group, weight, weight_group,
     skip, v, v_token, v_group, eps, out, out_token, out_group,
     HAS_SKIP: tl.constexpr, GATE_FIRST: tl.constexpr, IS_SILU: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    GROUPS: tl.constexpr, TOGETHER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c = tl.arange(0, BLOCK)
-    mask = c < SIZE
+    """TOGETHER groups of a token: one small group a program would be programs to start, no more."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+    c = tl.arange(0, BLOCK)[None, :]
+    mask = (group < GROUPS) & (c < SIZE)
     wait_for_previous(CHAINED)
     value = load32(x + token * x_token + group * x_group + c, mask)
     if HAS_SKIP:
@@ -121,8 +128,8 @@ def _gated_norm_kernel(
     factor = silu(z) if IS_SILU else sigmoid(z)
     if GATE_FIRST:
         value *= factor
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / SIZE + eps)
-    value *= scale * load32(weight + group * weight_group + c, mask)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / SIZE + eps)
+    value *= scale[:, None] * load32(weight + group * weight_group + c, mask)
     if not GATE_FIRST:
         value *= factor
     store(out + token * out_token + group * out_group + c, value, mask)
