@@ -18,15 +18,7 @@ from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 from tests.kernels.triton_kernels.cases import NAN, MixerCase, MixerShape, error, wide
 
 LENGTHS = ([8_192], [500], [1_024] * 8, [16] * 64)
-SOLVE = (ChunkConfig(32, 4, 4), ChunkConfig(32, 4, 4, solve_registers=168))
-PASS = (
-    ChunkConfig(32, 4, 4, 2),
-    ChunkConfig(32, 4, 4, 1),
-    ChunkConfig(16, 4, 4, 2),
-    ChunkConfig(16, 4, 4, 1),
-    ChunkConfig(64, 4, 4, 2),
-    ChunkConfig(64, 4, 4, 1),
-)
+PASS = tuple(ChunkConfig(block_v, 4, 4, stages) for block_v in (32, 64) for stages in (1, 2))
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -37,8 +29,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     for lengths in LENGTHS:
         yield bench(lengths, None, device)
-        for config in SOLVE if tune else (None,):
-            yield bench_launch("solve", lengths, config, device)
+        yield bench_launch("solve", lengths, None, device)
         for config in PASS if tune else (None,):
             yield bench_launch("pass", lengths, config, device)
 
@@ -115,7 +106,7 @@ def bench_launch(
     launch: str, lengths: list[int], config: ChunkConfig | None, device: torch.device
 ) -> Bench:
     """One of both launches over chunks alone, "solve" or "pass"."""
-    chosen = config or chunk_config(device)
+    chosen = config or chunk_config(device, len(lengths))
     total, count, s = sum(lengths), len(lengths), B4
 
     def build(sets: int) -> list[Call]:

@@ -31,6 +31,8 @@ CHUNK = 64
 LEAST_PARTS = 1024
 """(token, split) pairs that attention has scratch for, at least: more than rows of one token each
 make, whatever their number (a test asserts it)."""
+PRODUCT_PARTS = 1 << 20
+"""Numbers of the parts of split products (and a counter for each 256)."""
 EXPERT_TOKENS = 4096
 """Tokens that a mixture of experts works on at a time."""
 DRAW_ROWS = 32
@@ -130,6 +132,7 @@ def scratch_bytes(
     activations = min(step.max_tokens, EXPERT_TOKENS) * forward.expert_numbers
     activations += step.max_tokens * forward.latent_numbers
     numbers = step.max_tokens * by_token + step.max_requests * by_row + parts
+    numbers += PRODUCT_PARTS + PRODUCT_PARTS // 256
     return 4 * numbers + element_bytes * activations
 
 

@@ -70,14 +70,13 @@ class ChunkConfig:
     """Chunks of a prefill: columns of d_v that a program passes on, warps of both launches.
 
     Of gated delta nets alone: stages of the second, 2 where all numbers of a chunk are asked for at
-    once, behind the chunk before it; solve_registers: of a thread of the first, 0 for no limit.
+    once, behind the chunk before it.
     """
 
     block_v: int
     solve_warps: int
     pass_warps: int
     stages: int = 1
-    solve_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ _UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of the weight
     ),
 }
 _GATED_UNITS: dict[str, LinearConfig] = {"default": LinearConfig(128, 64, 4, 5)}
-_VECTOR: dict[str, tuple[Rows[LinearConfig], ...]] = {  # of one row, of two: by rows of the weight
+_VECTOR: dict[str, tuple[Rows[LinearConfig], ...]] = {  # of one row, two: by rows of the weight
     "default": (
         (
             (1, LinearConfig(4, 512, 2, 4, has_units=False)),
@@ -170,9 +169,7 @@ _VECTOR: dict[str, tuple[Rows[LinearConfig], ...]] = {  # of one row, of two: by
         ),
     ),
 }
-_LONG_VECTOR: dict[
-    str, tuple[LinearConfig, ...]
-] = {  # the same, where few outputs have many inputs
+_LONG_VECTOR: dict[str, tuple[LinearConfig, ...]] = {  # few outputs of many inputs
     "default": (
         LinearConfig(4, 1024, 4, 5, has_units=False),
         LinearConfig(2, 1024, 4, 9, has_units=False),
@@ -194,7 +191,9 @@ _EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are flo
         (512, ExpertConfig(32, ProductConfig(32, 32, 4, 3), ProductConfig(64, 32, 4, 3))),
     ),
 }
-_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 4, 2)}
+_CHUNK: dict[str, Rows[ChunkConfig]] = {  # by sequences
+    "default": ((1, ChunkConfig(32, 4, 4, 2)), (4, ChunkConfig(64, 4, 4))),
+}
 _MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
@@ -216,9 +215,9 @@ def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
     return _choose(_VERIFY, device, nodes)
 
 
-def chunk_config(device: torch.device) -> ChunkConfig:
+def chunk_config(device: torch.device, num_sequences: int) -> ChunkConfig:
     """For a prefill of gated delta nets."""
-    return _of(_CHUNK, device)
+    return _choose(_CHUNK, device, num_sequences)
 
 
 def mamba2_chunk_config(device: torch.device) -> ChunkConfig:

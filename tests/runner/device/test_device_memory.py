@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyradix.device_bytes import EXPERT_TOKENS, StepSize, scratch_bytes, table_bytes
+from hyradix.device_bytes import EXPERT_TOKENS, PRODUCT_PARTS, StepSize, scratch_bytes, table_bytes
 from hyradix.kernels import triton_dense
 from hyradix.models.loader import model_facts
 from hyradix.runner.device_runner import DeviceRunner
@@ -42,3 +42,4 @@ def test_pools_logs_tables_and_scratch_are_what_was_planned(runner: DeviceRunner
 
 def test_experts_work_on_so_many_tokens_at_a_time() -> None:
     assert triton_dense.MAX_EXPERT_TOKENS == EXPERT_TOKENS
+    assert triton_dense.NUM_PARTS == PRODUCT_PARTS

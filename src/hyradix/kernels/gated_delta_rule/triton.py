@@ -35,6 +35,8 @@ from hyradix.kernels.triton_support import launch, load32, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
+LEAST_TILE = 32
+"""Of d_k and d_v: products of 16 of either came out wrong on an H200 (Triton 3.6, 4 warps)."""
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -119,7 +121,7 @@ def chunked_(
     state: ``float32[slots, Hv, dk, dv]``. scratch: q, k, v, g, beta of all tokens; beta becomes
     e^G (from the chunk's start to the token), g becomes e^(G_last - G). dtype: of activations.
     """
-    config = config or chunk_config(state.device)
+    config = config or chunk_config(state.device, chunks.slots.shape[0])
     is_exact = dtype == torch.float32
     solve_(chunks, scratch, config, is_exact=is_exact)
     pass_(chunks, state, scratch, config, is_exact=is_exact)
@@ -132,14 +134,14 @@ def solve_(chunks: Chunks, scratch: ChunkScratch, config: ChunkConfig, *, is_exa
     """
     x = scratch
     (_, _, num_k_heads, dk), (_, num_v_heads, dv) = x.k.shape, x.v.shape
-    all_k = power_of_two(dk, least=16)
+    all_k = power_of_two(dk, least=LEAST_TILE)
     launch(
         solve_kernel,
         (chunks.table.shape[0], num_v_heads),
         chunks.table, *x.q, *x.k, x.v, x.g, x.beta, *x.w, x.u, *x.products,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK, all_k, min(64, all_k),
-        min(64, power_of_two(dv, least=16)), CHUNK.bit_length() - 1, is_exact,
-        num_warps=config.solve_warps, max_registers=config.solve_registers,
+        min(64, power_of_two(dv, least=LEAST_TILE)), CHUNK.bit_length() - 1, is_exact,
+        num_warps=config.solve_warps,
     )  # fmt: skip
 
 
@@ -157,14 +159,14 @@ def pass_(
     """
     x, (_, num_v_heads, dk, dv) = scratch, state.shape
     assert state.is_contiguous()
-    block_v = max(min(config.block_v, power_of_two(dv)), 16)
+    block_v = max(min(config.block_v, power_of_two(dv)), LEAST_TILE)
     stages = 1 if is_exact or dk > 128 else config.stages
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, *x.q, *x.k, x.beta, x.g, *x.w, x.u,
         *x.products, x.o,
-        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=16),
+        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
         block_v, triton.cdiv(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
     )  # fmt: skip
