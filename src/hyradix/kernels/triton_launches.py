@@ -21,6 +21,9 @@ Read next: ``triton_support.py`` (the caller).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any
 
@@ -37,6 +40,21 @@ _TABLES: dict[int, Launches] = {}
 """By the identity of the kernel, as Triton keeps its own: a kernel's hash is that of its source."""
 
 
+Divert = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...], dict[str, int]], None]
+"""Takes kernel, key (None: unknown), grid, arguments and options of a launch."""
+_DIVERT: ContextVar[Divert | None] = ContextVar("divert", default=None)
+
+
+@contextmanager
+def diverted(divert: Divert) -> Iterator[None]:
+    """Launches inside go to ``divert`` instead of the device."""
+    token = _DIVERT.set(divert)
+    try:
+        yield
+    finally:
+        _DIVERT.reset(token)
+
+
 def start(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, int]
 ) -> None:
@@ -47,7 +65,11 @@ def start(
     launches = _TABLES.get(id(kernel))
     if launches is None:
         launches = _TABLES[id(kernel)] = Launches(kernel, args)
-    launches.start(grid, args, options)
+    divert = _DIVERT.get()
+    if divert is None:
+        launches.start(grid, args, options)
+    else:
+        divert(kernel, launches.key(args, options), grid, args, options)
 
 
 class Launches:
@@ -70,7 +92,7 @@ class Launches:
     def start(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, int]) -> None:
         """See ``triton_launches.start``."""
         given = list(args)
-        key = self._key(given, options) if self._is_usual else None
+        key = self._key(given, options)
         found = self._compiled.get(key)
         if found is None or self._kernel.pre_run_hooks or _is_watched():
             compiled = self._kernel[grid](*args, **options)
@@ -82,13 +104,22 @@ class Launches:
         stream = self._driver.get_current_stream(key[0])
         run(x, y, z, stream, function, metadata, None, None, None, *given)
 
+    def key(self, args: tuple[Any, ...], options: dict[str, int]) -> tuple[Any, ...] | None:
+        """By what these arguments are told from others; None: not here."""
+        return self._key(list(args), options)
+
     def _key(self, given: list[Any], options: dict[str, int]) -> tuple[Any, ...] | None:
-        """None: not to be told apart here. Effects: tensors in ``given`` become their addresses."""
+        """As ``key``. Effects: tensors in ``given`` become their addresses."""
+        if not self._is_usual:
+            return None
         special = self._special(given)
+        types = tuple(map(type, special))
+        if torch.Tensor in types:  # where the first launch had none: not to be held here
+            return None
         key = [
             self._driver.get_current_device(),
             special,
-            tuple(map(type, special)),
+            types,
             tuple(given[self._num_given :]),
             tuple(options.items()),
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -83,14 +82,14 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch) -> Iterator[World]:
+def world(monkeypatch) -> World:
     world = World()
     monkeypatch.setattr(triton.runtime.driver, "_active", world.driver)
     run = lambda kernel, *args, **options: world.plain(kernel, *args, **options)  # noqa: E731
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(triton_launches, "_RUN", run)
     monkeypatch.setattr(triton_launches, "_TABLES", {})
-    yield world
+    return world
 
 
 def tensors() -> list[torch.Tensor]:
