@@ -70,6 +70,7 @@ def measure(
     device = torch.device(config.device)
     peak: int = 0
     if is_asynchronous(model, config):
+        on_progress("kernels", 0, 1)
         tiny = replace(config, num_kv_slots=1, num_states=1)
         peak = _allocated(config, lambda: _peak(make_device_runner(model, tiny), on_progress))
     gc.collect()

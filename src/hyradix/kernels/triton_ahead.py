@@ -18,7 +18,6 @@ Read next: ``triton_launches.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ OnProgress = Callable[[int, int], None]
 
 
 @contextmanager
-def compiled_ahead(on_progress: OnProgress) -> Iterator[bool]:
+def compiled_ahead(on_progress: OnProgress, num_threads: int) -> Iterator[bool]:
     """Launches inside start nothing; their kernels are ready when this ends.
 
     Yields: whether it can be done; if not, launches inside are as ever.
@@ -56,7 +55,7 @@ def compiled_ahead(on_progress: OnProgress) -> Iterator[bool]:
             kernel.warmup(*args, grid=grid, **options)
 
     with (
-        ThreadPoolExecutor(_num_threads(), "compile") as pool,
+        ThreadPoolExecutor(min(num_threads, MOST_THREADS), "compile") as pool,
         AsyncCompileMode(Builder(pool), ignore_errors=True) as mode,
     ):
         with diverted(submit):
@@ -83,7 +82,3 @@ class Builder:
         if make_launcher is not None:
             make_launcher(compiled.src, compiled.metadata)
         return compiled
-
-
-def _num_threads() -> int:
-    return min(len(os.sched_getaffinity(0)), MOST_THREADS)

@@ -66,8 +66,16 @@ def _can_overlap(device: torch.device) -> bool:
 
 
 def power_of_two(n: int, *, least: int = 1) -> int:
-    """The smallest power of two that is at least ``n`` and ``least``."""
-    return max(triton.next_power_of_2(n), least)
+    """The smallest power of two that is at least ``n`` and ``least``.
+
+    Triton's own function is made for kernels too, and takes 2 us; so is its ``cdiv``.
+    """
+    return max(1 << (n - 1).bit_length() if n > 0 else 0, least)
+
+
+def ceil_div(n: int, size: int) -> int:
+    """How many blocks of ``size`` hold ``n``."""
+    return -(-n // size)
 
 
 def divisor(n: int, wanted: int) -> int:

@@ -108,7 +108,7 @@ class DeviceRunner:
         if self.stream is None:
             return
         report = partial(on_progress, "kernels")
-        with self._on_stream(), compiled_ahead(report) as is_ahead:
+        with self._on_stream(), compiled_ahead(report, self.config.num_threads) as is_ahead:
             if is_ahead:
                 rehearse(self, lambda *_: None, is_device=True)
                 self.launcher.rehearse_moves()

@@ -69,7 +69,7 @@ def launch(kernel: JITFunction, block: int) -> None:
 
 def test_launches_start_nothing_and_their_kernels_are_ready(compiled):
     kernel, told = JITFunction(copy), []
-    with compiled_ahead(lambda *news: told.append(news)) as is_ahead:
+    with compiled_ahead(lambda *news: told.append(news), 2) as is_ahead:
         assert is_ahead
         for block in (16, 32, 16, 32, 16):
             launch(kernel, block)
@@ -84,7 +84,7 @@ def test_launches_start_nothing_and_their_kernels_are_ready(compiled):
 
 def test_a_kernel_that_does_not_compile_says_so_where_it_is_started(compiled):
     kernel = JITFunction(fail)
-    with compiled_ahead(lambda *_: None):
+    with compiled_ahead(lambda *_: None, 2):
         launch(kernel, 16)
     with pytest.raises(triton.CompilationError):
         launch(kernel, 16)
@@ -94,7 +94,7 @@ def test_a_kernel_that_does_not_compile_says_so_where_it_is_started(compiled):
 
 def test_without_the_means_launches_are_as_ever(compiled, monkeypatch):
     monkeypatch.setattr(triton_ahead, "AsyncCompileMode", None)
-    with compiled_ahead(lambda *_: None) as is_ahead:
+    with compiled_ahead(lambda *_: None, 2) as is_ahead:
         assert not is_ahead
         launch(JITFunction(copy), 16)
     assert Launcher.started == ["copy"]

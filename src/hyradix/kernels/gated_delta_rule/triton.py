@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
@@ -127,11 +127,11 @@ def chunked_(
     )  # fmt: skip
     launch(
         _pass_kernel,
-        (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
+        (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, x.q, x.k, x.beta, x.g, x.w, x.u,
         x.products, x.o,
         num_v_heads, ratio, dk, dv, CHUNK, power_of_two(dk, least=32) // 2, block_v,
-        triton.cdiv(dv, block_v), output_precision(dtype),
+        ceil_div(dv, block_v), output_precision(dtype),
         num_warps=config.pass_warps,
     )  # fmt: skip
 
