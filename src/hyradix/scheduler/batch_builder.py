@@ -6,6 +6,7 @@ Invariant: a request appears at most once in a batch.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ _COLUMNS = (
     "max_nodes", "max_accepted", "committed", "num_slots", "is_followed",
 )  # fmt: skip
 _FLAGS = frozenset({"samples", "is_followed"})
+_ROW = struct.Struct(f"={len(_COLUMNS)}i")
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
@@ -69,8 +71,10 @@ class BatchBuilder:
 
     step: int
     planned: list[PlannedRow] = field(default_factory=list)
-    columns: list[tuple[int, ...]] = field(default_factory=list)
-    """What the batch says of each row, in the order of ``_COLUMNS``."""
+    columns: bytearray = field(default_factory=bytearray)
+    """What the batch says of each row, in the order of ``_COLUMNS``, int32 each."""
+    num_prefill_tokens: int = 0
+    """Prompt tokens scheduled so far."""
     folded: list[RequestState] = field(default_factory=list)
     """Whose state each of ``folds`` is."""
     row_inits: list[RowInit] = field(default_factory=list)
@@ -86,31 +90,18 @@ class BatchBuilder:
         state = planned.state
         assert state.holding is not None
         self.planned.append(planned)
-        self.columns.append(
-            (
-                planned.row,
-                planned.start,
-                planned.num_tokens,
-                write_from,
-                state_slot,
-                planned.samples,
-                planned.max_nodes,
-                planned.max_accepted,
-                state.num_computed_tokens,
-                state.holding.num_slots,
-                state.is_followed,
-            )
-        )
+        if planned.is_prefill:
+            self.num_prefill_tokens += planned.num_tokens
+        self.columns += _ROW.pack(
+            planned.row, planned.start, planned.num_tokens, write_from, state_slot,
+            planned.samples, planned.max_nodes, planned.max_accepted,
+            state.num_computed_tokens, state.holding.num_slots, state.is_followed,
+        )  # fmt: skip
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to submit."""
         return not self.planned and not self.folds
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens scheduled so far."""
-        return sum(p.num_tokens for p in self.planned if p.is_prefill)
 
     def build(self) -> ScheduledBatch:
         """The frozen batch."""
@@ -128,7 +119,7 @@ class BatchBuilder:
 
     def _columns(self) -> dict[str, Any]:
         """The batch's arrays: one conversion for all of them."""
-        whole = np.array(self.columns, np.int32).reshape(-1, len(_COLUMNS)).T.copy()
+        whole = np.frombuffer(self.columns, np.int32).reshape(-1, len(_COLUMNS)).T.copy()
         return {
             name: column.astype(np.bool_) if name in _FLAGS else column
             for name, column in zip(_COLUMNS, whole, strict=True)

@@ -35,6 +35,9 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+_TOKEN = struct.Struct("<i")
+
+
 class TokenBuffer:
     """A growing little-endian int32 buffer: what keys, digests and token updates are cut from."""
 
@@ -49,7 +52,8 @@ class TokenBuffer:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add sampled tokens."""
-        self._buffer += struct.pack(f"<{len(token_ids)}i", *token_ids)
+        for token in token_ids:  # mostly one
+            self._buffer += _TOKEN.pack(token)
         self.count += len(token_ids)
         self._whole = None
 

@@ -67,7 +67,7 @@ class RowPlanner:
         """
         if self._must_wait(state):
             return True
-        nodes, accepted = self._limits(state)
+        nodes, accepted = NO_DRAFTS if self._config.spec is None else self._limits(state)
         if nodes > 1:
             if state.num_in_flight == 0:
                 self._plan_drafts(batch, state, nodes, accepted)

@@ -284,7 +284,8 @@ class Scheduler:
             at = arrived.at.get(planned.row) if planned.samples else None
             self._arrive(planned, arrived, at)
             if state.status in (Status.RUNNING, Status.PREEMPTED):
-                item = self._commit_row(planned, arrived, at, prompts.get(planned.row))
+                prompt = prompts.get(planned.row) if prompts else None
+                item = self._commit_row(planned, arrived, at, prompt)
                 if item is not None:
                     news.append(item)
             if not state.num_in_flight:
