@@ -25,7 +25,7 @@ from typing import Any
 
 import triton
 
-from hyradix.kernels.triton_launches import diverted
+from hyradix.kernels.triton_launches import IS_KNOWN, diverted
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode
@@ -42,7 +42,7 @@ def compiled_ahead(on_progress: OnProgress, num_threads: int) -> Iterator[bool]:
 
     Yields: whether it can be done; if not, launches inside are as ever.
     """
-    if AsyncCompileMode is None:
+    if AsyncCompileMode is None or not IS_KNOWN:
         yield False
         return
     seen: set[Any] = set()

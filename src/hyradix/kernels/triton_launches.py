@@ -12,8 +12,8 @@ Invariants:
   tensor its element type and whether its address is a multiple of 16; of an integer its width,
   whether it is 1 and a multiple of 16 (here: its value); of a constant its value; the options. An
   integer that is in ``do_not_specialize`` counts by its width alone.
-- Where anything is not as known (hooks, a kernel that is patched or interpreted, attributes that
-  another version of Triton lacks, integers of 64 bits), the launch goes Triton's way.
+- Where anything is not as known (another version of Triton, hooks, a kernel that is patched or
+  interpreted, integers of 64 bits), the launch goes Triton's way.
 Read next: ``triton_support.py`` (the caller).
 """
 # mypy: ignore-errors
@@ -31,6 +31,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+IS_KNOWN = triton.__version__.startswith("3.6.")
+"""Whether this Triton is one whose launches were read; by others all go Triton's way."""
 MOST = 1024
 """Keys of one kernel; where there are more, something varies that ought not to: all are dropped."""
 _INT32 = 1 << 31
@@ -59,7 +61,7 @@ def start(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, int]
 ) -> None:
     """As ``kernel[grid](*args, **options)``; constants are the last arguments."""
-    if type(kernel) is not JITFunction or JITFunction.run is not _RUN:
+    if type(kernel) is not JITFunction or JITFunction.run is not _RUN or not IS_KNOWN:
         kernel[grid](*args, **options)
         return
     launches = _TABLES.get(id(kernel))

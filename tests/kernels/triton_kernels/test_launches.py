@@ -159,6 +159,12 @@ def test_what_another_triton_returns_is_never_started_past_it(world, monkeypatch
     assert [world.start(*args) for _ in range(3)] == [False] * 3
 
 
+def test_another_version_of_triton_is_always_asked(world, monkeypatch):
+    monkeypatch.setattr(triton_launches, "IS_KNOWN", False)
+    args = (WORDS, WORDS, 2, 3, 0.5, 16, True)
+    assert [world.start(*args) for _ in range(3)] == [False] * 3
+
+
 def test_a_kernel_that_was_patched_is_asked(world, monkeypatch):
     args = (WORDS, WORDS, 2, 3, 0.5, 16, True)
     world.start(*args)
