@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from hyradix.kernels.linear.triton_units import units_kernel
 from hyradix.kernels.linear.triton_vector import vector_kernel
