@@ -54,7 +54,8 @@ def build_engine(settings: Settings, on_progress: Progress, *, backend: str = "a
         on_progress=on_progress,
     )
     if device.kind == "cuda":
-        config = resolve(settings, facts, measure(model, config, settings.memory_fraction))
+        measured = measure(model, config, settings.memory_fraction, on_progress)
+        config = resolve(settings, facts, measured)
     runner, costs = start_runner(model, config, on_progress)
     info = _info(config, facts, source.text, time.monotonic() - started)
     engine = Engine(config, runner, tokenizer, info, costs=costs)

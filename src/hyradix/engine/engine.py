@@ -126,7 +126,7 @@ class Engine:
         self, state: RequestState, token_ids: list[int], reason: FinishReason | None
     ) -> int | None:
         """Detokenise committed tokens and look for stop strings (``scheduler.TokenSink``)."""
-        reply = self._replies[state.request_id]
+        reply = self._replies[state.request.request_id]
         step = reply.stream.feed(token_ids, is_ended_by_last=reason is FinishReason.STOP)
         reply.text += step.text
         reply.stop_string = step.stop_string
@@ -134,23 +134,24 @@ class Engine:
 
     def _render(self, news: Progress) -> RequestOutput:
         state = news.state
-        reply = self._replies[state.request_id]
-        if news.prompt_logprobs is not None and state.num_output_tokens <= len(news.token_ids):
+        reply = self._replies[state.request.request_id]
+        num_output_tokens = state.num_output_tokens
+        if news.prompt_logprobs is not None and num_output_tokens <= len(news.token_ids):
             if news.prompt_logprobs.start == 1:
                 reply.prompt_logprobs.clear()
             reply.prompt_logprobs.append(news.prompt_logprobs)
         output = RequestOutput(
-            request_id=state.request_id,
-            token_ids=list(news.token_ids),
-            logprobs=self._logprobs(news),
+            request_id=state.request.request_id,
+            token_ids=news.token_ids,
+            logprobs=self._logprobs(news) if news.logprobs is not None else None,
             finish_reason=state.finish_reason,
             num_prompt_tokens=state.num_prompt_tokens,
             num_cached_tokens=state.num_cached_tokens,
             num_kv_tokens=state.num_kv_tokens,
-            num_output_tokens=state.num_output_tokens,
+            num_output_tokens=num_output_tokens,
             miss_reason=state.miss_reason,
         )
-        is_first = bool(news.token_ids) and state.num_output_tokens == len(news.token_ids)
+        is_first = bool(news.token_ids) and num_output_tokens == len(news.token_ids)
         if is_first and state.request.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = self._prompt_logprobs(state, reply)
         if state.finish_reason is not None:

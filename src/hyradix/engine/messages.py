@@ -23,7 +23,7 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     top: list[tuple[int, float, str]] = []
 
 
-class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """News of one request: the tokens and the text since the last one (deltas)."""
 
     request_id: str

@@ -10,6 +10,7 @@ Read next: ``client.py`` (the other end), ``engine.py`` (what a step is).
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -208,6 +209,8 @@ def engine_main(settings: Settings, channel: EngineChannel, factory: EngineFacto
     log = logging.getLogger("hyradix.engine")
     try:
         engine = factory(settings, progress_sender(channel))
+        gc.collect()
+        gc.freeze()  # what was built stays: no collection need walk it while requests run
         for line in pool_lines(engine.info):
             log.info("%s", line)
         loop = EngineLoop(engine, channel, StepLog(log))

@@ -60,21 +60,30 @@ def make_device_runner(model: Decoder, config: EngineConfig) -> Any:
     return module.DeviceRunner(model, config, _sampler(config))
 
 
-def measure(model: Decoder, config: EngineConfig, memory_fraction: float) -> DeviceFacts:
+def measure(
+    model: Decoder, config: EngineConfig, memory_fraction: float, on_progress: Progress
+) -> DeviceFacts:
     """What a GPU has left for pools now that weights and scratch are on it.
 
-    The largest step is run once, on pools of one slot.
+    The largest step is run, on pools of one slot; kernels are compiled before.
     """
     device = torch.device(config.device)
     peak: int = 0
     if is_asynchronous(model, config):
+        on_progress("kernels", 0, 1)
         tiny = replace(config, num_kv_slots=1, num_states=1)
-        peak = _allocated(config, lambda: make_device_runner(model, tiny).measure_peak())
+        peak = _allocated(config, lambda: _peak(make_device_runner(model, tiny), on_progress))
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     facts = device_facts("cuda", memory_fraction=memory_fraction)
     return replace(facts, peak_bytes=peak) if peak else _unmeasured(facts, model)
+
+
+def _peak(runner: Any, on_progress: Progress) -> int:
+    runner.compile_ahead(on_progress)
+    peak: int = runner.measure_peak()
+    return peak
 
 
 def _unmeasured(facts: DeviceFacts, model: Decoder) -> DeviceFacts:

@@ -104,6 +104,12 @@ class Launcher:
         self._staging.send(self._form.numbers, [])
         self._graphs.capture(on_progress)
 
+    def rehearse_decodes(self) -> None:
+        """Steps of decodes of every size, on padding alone."""
+        self._form.clear()
+        self._staging.send(self._form.numbers, [])
+        self._graphs.rehearse()
+
     def rehearse_moves(self) -> None:
         """Folds and copies of padding, which move nothing."""
         nothing = torch.zeros(2, dtype=torch.int32, device=self.tables.tokens.device)

@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.kernels.triton_ahead import compiled_ahead
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, ScheduledBatch, StepOutput
 from hyradix.runner.device_batch import StepPlan
@@ -96,6 +98,22 @@ class DeviceRunner:
         return self.collect()
 
     # ---- start ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def compile_ahead(self, on_progress: OnProgress) -> None:
+        """Compile what ``warm_up`` and ``measure_peak`` launch, side by side. On a GPU alone.
+
+        A second runner of the same model finds the kernels compiled, whatever its pools' sizes.
+        """
+        if self.stream is None:
+            return
+        report = partial(on_progress, "kernels")
+        with self._on_stream(), compiled_ahead(report, self.config.num_threads) as is_ahead:
+            if is_ahead:
+                rehearse(self, lambda *_: None, is_device=True)
+                self.launcher.rehearse_moves()
+                self.launcher.rehearse_decodes()
+                self.wait()
 
     @torch.inference_mode()
     def warm_up(self, on_progress: OnProgress) -> None:

@@ -37,6 +37,11 @@ class Graphs:
         at = bisect_left(self._sizes, num_rows)
         return self._sizes[at] if at < len(self._sizes) else None
 
+    def rehearse(self) -> None:
+        """Run every size once. The static memory must hold padding alone."""
+        for size in reversed(self._sizes):
+            self._run(size)
+
     def capture(self, on_progress: OnProgress) -> None:
         """Run every size once, then capture it. The static memory must hold padding alone."""
         pool = None

@@ -6,8 +6,11 @@ Invariant: a request appears at most once in a batch.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from hyradix.request import (
@@ -20,10 +23,20 @@ from hyradix.request import (
 )
 from hyradix.scheduler.request_state import RequestState
 
+_COLUMNS = (
+    "rows", "starts", "num_tokens", "write_from", "state_slots", "samples",
+    "max_nodes", "max_accepted", "committed", "num_slots", "is_followed",
+)  # fmt: skip
+_FLAGS = frozenset({"samples", "is_followed"})
+_ROW = struct.Struct(f"={len(_COLUMNS)}i")
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """One request's part in a step, kept until the step is committed."""
+
+class PlannedRow(msgspec.Struct, frozen=True, gc=False):
+    """One request's part in a step, kept until the step is committed.
+
+    A struct and no dataclass, and nothing that refers to it: one is made for every row of every
+    step, and the garbage collector need not look at it.
+    """
 
     state: RequestState
     row: int
@@ -58,10 +71,12 @@ class BatchBuilder:
 
     step: int
     planned: list[PlannedRow] = field(default_factory=list)
+    columns: bytearray = field(default_factory=bytearray)
+    """What the batch says of each row, in the order of ``_COLUMNS``, int32 each."""
+    num_prefill_tokens: int = 0
+    """Prompt tokens scheduled so far."""
     folded: list[RequestState] = field(default_factory=list)
     """Whose state each of ``folds`` is."""
-    write_from: list[int] = field(default_factory=list)
-    state_slots: list[int] = field(default_factory=list)
     row_inits: list[RowInit] = field(default_factory=list)
     token_updates: list[RowUpdate] = field(default_factory=list)
     kv_updates: list[RowUpdate] = field(default_factory=list)
@@ -71,36 +86,28 @@ class BatchBuilder:
     draft_topk: int = 0
 
     def add_row(self, planned: PlannedRow, *, write_from: int, state_slot: int) -> None:
-        """Schedule one request."""
+        """Schedule one request, whose own slots for this step are allocated already."""
+        state = planned.state
+        assert state.holding is not None
         self.planned.append(planned)
-        self.write_from.append(write_from)
-        self.state_slots.append(state_slot)
+        if planned.is_prefill:
+            self.num_prefill_tokens += planned.num_tokens
+        self.columns += _ROW.pack(
+            planned.row, planned.start, planned.num_tokens, write_from, state_slot,
+            planned.samples, planned.max_nodes, planned.max_accepted,
+            state.num_computed_tokens, state.holding.num_slots, state.is_followed,
+        )  # fmt: skip
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to submit."""
         return not self.planned and not self.folds
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens scheduled so far."""
-        return sum(p.num_tokens for p in self.planned if p.is_prefill)
-
     def build(self) -> ScheduledBatch:
         """The frozen batch."""
         return ScheduledBatch(
             step=self.step,
-            rows=np.array([p.row for p in self.planned], dtype=np.int32),
-            starts=np.array([p.start for p in self.planned], dtype=np.int32),
-            num_tokens=np.array([p.num_tokens for p in self.planned], dtype=np.int32),
-            write_from=np.array(self.write_from, dtype=np.int32),
-            state_slots=np.array(self.state_slots, dtype=np.int32),
-            samples=np.array([p.samples for p in self.planned], dtype=np.bool_),
-            max_nodes=np.array([p.max_nodes for p in self.planned], dtype=np.int32),
-            max_accepted=np.array([p.max_accepted for p in self.planned], dtype=np.int32),
-            committed=np.array([p.state.num_computed_tokens for p in self.planned], dtype=np.int32),
-            num_slots=np.array([_num_slots(p.state) for p in self.planned], dtype=np.int32),
-            is_followed=np.array([p.state.is_followed for p in self.planned], dtype=np.bool_),
+            **self._columns(),
             row_inits=tuple(self.row_inits),
             token_updates=tuple(self.token_updates),
             kv_updates=tuple(self.kv_updates),
@@ -110,7 +117,10 @@ class BatchBuilder:
             draft_topk=self.draft_topk,
         )
 
-
-def _num_slots(state: RequestState) -> int:
-    assert state.holding is not None
-    return state.holding.num_slots
+    def _columns(self) -> dict[str, Any]:
+        """The batch's arrays: one conversion for all of them."""
+        whole = np.frombuffer(self.columns, np.int32).reshape(-1, len(_COLUMNS)).T.copy()
+        return {
+            name: column.astype(np.bool_) if name in _FLAGS else column
+            for name, column in zip(_COLUMNS, whole, strict=True)
+        }

@@ -15,6 +15,7 @@ Read next: ``scheduler.py``.
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,19 +35,26 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+_TOKEN = struct.Struct("<i")
+
+
 class TokenBuffer:
     """A growing little-endian int32 buffer: what keys, digests and token updates are cut from."""
 
     def __init__(self, tokens: bytes) -> None:
         self._whole: bytes | None = tokens
         self._buffer = bytearray(tokens)
+        self.count = len(tokens) // 4
+        """Its length; asked several times for every row of every step."""
 
     def __len__(self) -> int:
-        return len(self._buffer) // 4
+        return self.count
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add sampled tokens."""
-        self._buffer += np.asarray(token_ids, dtype="<i4").tobytes()
+        for token in token_ids:  # mostly one
+            self._buffer += _TOKEN.pack(token)
+        self.count += len(token_ids)
         self._whole = None
 
     def to_bytes(self) -> bytes:
@@ -134,12 +142,12 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         """Tokens sampled and committed."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.tokens.count - self.num_prompt_tokens
 
     @property
     def num_known_tokens(self) -> int:
         """Tokens that have a value on the device once the steps in flight are done."""
-        return len(self.tokens) + self.num_sampling
+        return self.tokens.count + self.num_sampling
 
     @property
     def match_limit(self) -> int:
@@ -162,7 +170,7 @@ class RequestState:
         """
         sampling = self.request.sampling
         for i, token in enumerate(sampled):
-            num_output = self.num_output_tokens + i + 1
+            num_output = self.tokens.count - self.num_prompt_tokens + i + 1
             if num_output >= sampling.min_tokens:
                 if token in eos and not sampling.ignore_eos:
                     return sampled[: i + 1], FinishReason.STOP, None
@@ -175,11 +183,12 @@ class RequestState:
     @property
     def can_run(self) -> bool:
         """Whether a token is there to be computed."""
+        num_known = self.tokens.count + self.num_sampling
         return (
             self.status is Status.RUNNING
             and not self.has_drafts_in_flight
-            and self.num_scheduled_tokens < self.num_known_tokens
-            and self.num_known_tokens < self.max_total_tokens
+            and self.num_scheduled_tokens < num_known
+            and num_known < self.max_total_tokens
         )
 
     @property

@@ -67,7 +67,7 @@ class RowPlanner:
         """
         if self._must_wait(state):
             return True
-        nodes, accepted = self._limits(state)
+        nodes, accepted = NO_DRAFTS if self._config.spec is None else self._limits(state)
         if nodes > 1:
             if state.num_in_flight == 0:
                 self._plan_drafts(batch, state, nodes, accepted)
@@ -140,6 +140,7 @@ class RowPlanner:
         """Put ``count`` positions of a request into the step; its slots reach ``num_slots``."""
         holding = _held(state)
         start = state.num_scheduled_tokens
+        end = start + count
         is_prefill = start < state.prefill_end
         planned = PlannedRow(
             state=state,
@@ -151,11 +152,15 @@ class RowPlanner:
             max_nodes=0 if is_prefill else max_nodes,
             max_accepted=max_accepted,
         )
-        self._extend(batch, holding, planned, num_slots)
-        self._plan_saves(batch, holding, planned)
+        if self._config.spec is not None or max(end, num_slots) > holding.num_slots:
+            self._extend(batch, holding, planned, num_slots)
+        interval, furthest = self._config.track_interval, start + max(count, max_accepted)
+        if is_prefill or (interval and furthest // interval > start // interval):
+            self._plan_saves(batch, holding, planned)
         write_from = max(start, holding.num_kv_tokens)
         batch.add_row(planned, write_from=write_from, state_slot=holding.working_slot)
-        state.enter_step(planned.end, samples=planned.samples, has_drafts=planned.has_drafts)
+        has_drafts = max_nodes > 1 and not is_prefill
+        state.enter_step(end, samples=planned.samples, has_drafts=has_drafts)
 
     def _extend(
         self, batch: BatchBuilder, holding: Holding, planned: PlannedRow, num_slots: int
@@ -177,7 +182,7 @@ class RowPlanner:
         return spec is not None and spec.proposer == "mtp" and is_followed and is_next
 
     def _plan_saves(self, batch: BatchBuilder, holding: Holding, planned: PlannedRow) -> None:
-        cache, step, interval = self._cache, batch.step, self._config.track_interval
+        cache, step = self._cache, batch.step
         if planned.is_prefill:
             batch.saves += cache.plan_saves(
                 holding,
@@ -186,7 +191,8 @@ class RowPlanner:
                 step,
                 is_last_chunk=planned.end >= planned.state.prefill_end,
             )
-        elif interval:
+        else:
+            interval = self._config.track_interval
             first = (planned.start // interval + 1) * interval
             for depth in range(first, planned.furthest + 1, interval):
                 batch.saves += cache.plan_track(holding, depth, step)

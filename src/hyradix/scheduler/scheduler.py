@@ -35,7 +35,7 @@ from hyradix.scheduler.automatic_drafting import make_drafting
 from hyradix.scheduler.batch_builder import BatchBuilder, PlannedRow
 from hyradix.scheduler.departures import Departures, Requests
 from hyradix.scheduler.door import refuse_impossible
-from hyradix.scheduler.progress import InFlight, Progress, SchedulerCounters, TokenSink
+from hyradix.scheduler.progress import Arrived, InFlight, Progress, SchedulerCounters, TokenSink
 from hyradix.scheduler.request_state import RequestState, Status
 from hyradix.scheduler.rows import DECODE_SLOTS, RowPlanner
 from hyradix.scheduler.sharing import ask_for_shared, find_provider, is_still_waiting
@@ -154,14 +154,18 @@ class Scheduler:
         """Decodes first, oldest first; then prefills under way; then the queue."""
         self.cache.begin_step()
         batch = BatchBuilder(self._step)
-        decodes = [s for s in self._running if s.can_run and not s.is_prefill_next]
+        decodes: list[RequestState] = []
+        prefills: list[RequestState] = []
+        for state in self._running:
+            if state.can_run:
+                (prefills if state.is_prefill_next else decodes).append(state)
         self._rows.begin_step(decodes, is_waited_for=bool(self._waiting))
         batch.draft_topk = self._drafting.topk
         for state in decodes:
-            if state.can_run:
+            if state.status is Status.RUNNING:  # preempted by none before it
                 self._plan_decode(batch, state)
-        for state in self._running:
-            if state.can_run and state.is_prefill_next:
+        for state in prefills:
+            if state.status is Status.RUNNING:
                 self._plan_prefill(batch, state)
         self._admit_waiting(batch)
         return batch
@@ -272,18 +276,20 @@ class Scheduler:
         """Take in what the oldest step in flight produced."""
         flight = self._in_flight.popleft()
         assert flight.step == output.step, "steps are committed in the order they were submitted"
-        index = {int(row): i for i, row in enumerate(output.rows)}
+        arrived = Arrived.of(output)
         prompts = {p.row: p for p in output.prompt_logprobs}
         news: list[Progress] = []
         for planned in flight.planned:
             state = planned.state
-            at = index.get(planned.row) if planned.samples else None
-            self._arrive(planned, output, at)
+            at = arrived.at.get(planned.row) if planned.samples else None
+            self._arrive(planned, arrived, at)
             if state.status in (Status.RUNNING, Status.PREEMPTED):
-                item = self._commit_row(planned, output, at, prompts.get(planned.row))
+                prompt = prompts.get(planned.row) if prompts else None
+                item = self._commit_row(planned, arrived, at, prompt)
                 if item is not None:
                     news.append(item)
-            self._departures.come_to_rest(state)
+            if not state.num_in_flight:
+                self._departures.come_to_rest(state)
         for state in flight.folded:
             self._departures.commit_fold(state)
         self._last_size = self._size_of(flight, output)
@@ -297,21 +303,27 @@ class Scheduler:
 
     def _size_of(self, flight: InFlight, output: StepOutput) -> tuple[int, int, int] | None:
         """Rows, nodes and depth of drafts of a step of decodes alone; None for any other."""
-        if not flight.planned or any(planned.is_prefill for planned in flight.planned):
+        if self.config.spec is None or not flight.planned:
+            return None
+        if any(planned.is_prefill for planned in flight.planned):
             return None
         depth = max(planned.max_accepted for planned in flight.planned) - 1
         return len(flight.planned), int(output.num_nodes.sum()), depth
 
-    def _arrive(self, planned: PlannedRow, output: StepOutput, at: int | None) -> None:
+    def _arrive(self, planned: PlannedRow, arrived: Arrived, at: int | None) -> None:
         """How far the row has come: a decode consumes as many positions as it brings tokens."""
-        state, end = planned.state, planned.end
-        state.is_faulty |= at is not None and bool(output.is_faulty[at])
-        if at is not None and not planned.is_prefill and not state.is_faulty:
-            end = planned.start + int(output.num_tokens[at])
-            assert planned.end <= end <= planned.furthest, "more or less than could be consumed"
-        state.leave_step(end, sampled=planned.samples)
-        if planned.has_drafts and at is not None and not state.is_faulty:
-            self._take_in_drafts(planned, output, at)
+        state, num_consumed = planned.state, planned.num_tokens
+        if at is None:
+            state.leave_step(planned.end, sampled=planned.samples)
+            return
+        state.is_faulty |= arrived.is_faulty[at]
+        if not planned.is_prefill and not state.is_faulty:
+            num_consumed = arrived.num_tokens[at]
+            is_possible = planned.num_tokens <= num_consumed <= planned.max_accepted
+            assert is_possible, "more or less than could be consumed"
+        state.leave_step(planned.start + num_consumed, sampled=planned.samples)
+        if planned.has_drafts and not state.is_faulty:
+            self._take_in_drafts(planned, arrived.output, at)
 
     def _take_in_drafts(self, planned: PlannedRow, output: StepOutput, at: int) -> None:
         """The slots of the nodes that were consumed become those of their positions."""
@@ -330,7 +342,7 @@ class Scheduler:
     def _commit_row(
         self,
         planned: PlannedRow,
-        output: StepOutput,
+        arrived: Arrived,
         at: int | None,
         prompt: PromptLogprobs | None,
     ) -> Progress | None:
@@ -340,11 +352,12 @@ class Scheduler:
             return Progress(state)
         kept: list[int] = []
         if at is not None:
-            kept = self._accept(state, output.token_ids[at, : output.num_tokens[at]].tolist())
-        self._learn(planned, output.step)
+            kept = self._accept(state, arrived.token_ids[at][: arrived.num_tokens[at]])
+        if planned.is_prefill or (state.holding is not None and state.holding.pending):
+            self._learn(planned, arrived.output.step)
         if at is None:
             return Progress(state, prompt_logprobs=prompt) if prompt is not None else None
-        logprobs = output.logprobs[at] if output.logprobs else None
+        logprobs = arrived.output.logprobs[at] if arrived.output.logprobs else None
         return Progress(state, kept, logprobs, prompt)
 
     def _learn(self, planned: PlannedRow, step: int) -> None:
@@ -352,8 +365,6 @@ class Scheduler:
         state = planned.state
         holding = state.holding
         assert holding is not None
-        if not planned.is_prefill and not holding.pending:
-            return
         computed = min(planned.end, state.prefill_end - 1) if planned.is_prefill else 0
         if planned.is_prefill:
             self.counters.computed_tokens += planned.num_tokens

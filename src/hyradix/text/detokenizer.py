@@ -37,20 +37,23 @@ class ByteDetokenizer:
     """For byte-level tokenizers: joins bytes and decodes them as UTF-8. O(1) a token, exact."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._bytes_of = tokenizer.bytes_of
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""
+        """The beginning of a character."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """See ``Detokenizer``."""
-        bytes_of = self._tokenizer.token_bytes
-        return self._decoder.decode(
-            b"".join([bytes_of(i) for i in token_ids if i not in self._skipped])
-        )
+        bytes_of, skipped = self._bytes_of, self._skipped
+        whole = self._held + b"".join([bytes_of[i] for i in token_ids if i not in skipped])
+        text, num_decoded = codecs.utf_8_decode(whole, "replace", False)
+        self._held = whole[num_decoded:]
+        return text
 
     def finish(self) -> str:
         """See ``Detokenizer``."""
-        return self._decoder.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", errors="replace")
 
 
 class WindowDetokenizer:

@@ -9,7 +9,8 @@ Read next: ``detokenizer.py``, ``stop.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from hyradix.request import SamplingParams
 from hyradix.text.detokenizer import make_detokenizer
@@ -17,8 +18,7 @@ from hyradix.text.stop import StopMatcher
 from hyradix.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStep:
+class StreamStep(msgspec.Struct, frozen=True, gc=False):
     """What one call of ``OutputStream.feed`` brought.
 
     text: safe to send on.
@@ -57,9 +57,9 @@ class OutputStream:
         Stop strings count from the first token after ``min_tokens`` on: text before is emitted
         unseen. After a match, do not call ``feed`` again.
         """
-        shown = list(token_ids)
+        shown = token_ids
         if is_ended_by_last and not self._shows_ending:
-            shown.pop()
+            shown = token_ids[:-1]
         if not self._has_stops:
             return StreamStep(self._detokenizer.feed(shown))
         parts: list[str] = []

@@ -61,7 +61,8 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._pattern = backend.pattern
         self._cache = PieceCache(_CACHE_CHARS)
-        self._bytes: dict[int, bytes] = {}
+        self.bytes_of = TokenBytes(backend)
+        """What each token stands for; empty when the id has no text."""
         added = backend.control_tokens
         self._control_ids = {t.text: np.array([t.id], np.int32) for t in added}
         self.special_tokens = dict(special_tokens or {})
@@ -174,10 +175,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; empty when the id has no text."""
-        cached = self._bytes.get(token_id)
-        if cached is None:
-            cached = self._bytes[token_id] = self._backend.token_bytes(token_id)
-        return cached
+        return self.bytes_of[token_id]
 
     def token_text(self, token_id: int) -> str:
         """The text of one token for display; bytes that are no UTF-8 become U+FFFD."""
@@ -196,6 +194,18 @@ class Tokenizer:
             ids = self._backend.encode(piece)
             self._cache.put(piece, ids)
         return ids
+
+
+class TokenBytes(dict[int, bytes]):
+    """By token id, asked of the backend once: a look-up for every token of every step."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._backend.token_bytes(token_id)
+        return found
 
 
 def _find_backend(directory: Path) -> Backend:

@@ -13,6 +13,8 @@ from hyradix.config import Settings
 from hyradix.device_bytes import ladder
 from hyradix.engine.build import build_engine
 from hyradix.engine.demo import demo_directory
+from hyradix.kernels import triton_support
+from hyradix.runner.device_rehearsal import rehearse
 from hyradix.runner.device_runner import DeviceRunner
 from hyradix.runner.runner import ModelRunner
 from tests.runner.device.served import SIZES, World, arrival, compare, poison_all, serve, tokens
@@ -59,6 +61,31 @@ def test_an_engine_is_built_on_the_asynchronous_runner(world: World, checkpoint:
     assert [news for news in told if news[0] == "graphs"] == [
         ("graphs", done, sizes) for done in range(sizes + 1)
     ]
+    compare(serve(engine, TRAFFIC), serve(world.twin(), TRAFFIC))
+
+
+def test_steps_whose_kernels_are_only_compiled_need_no_result_of_theirs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``compile_ahead`` runs, on NaN and the largest integers: indices are the host's."""
+    model = world.model("triton")
+    engine = world.engine(model, DeviceRunner, decode_log=4, overlap=True)
+    poison_all(engine.runner, engine.scheduler.config)
+    left_out = []
+    monkeypatch.setattr(triton_support, "start", lambda kernel, *_: left_out.append(kernel))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.inference_mode():
+            rehearse(engine.runner, lambda *_: None, is_device=True)
+            engine.runner.launcher.rehearse_moves()
+            engine.runner.launcher.rehearse_decodes()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len({kernel.__name__ for kernel in left_out}) > 5
+    monkeypatch.undo()
+    engine.runner.warm_up(lambda *_: None)
+    poison_all(engine.runner, engine.scheduler.config)
     compare(serve(engine, TRAFFIC), serve(world.twin(), TRAFFIC))
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.activation.reference import Activation
-from hyradix.kernels.triton_support import launch, load32, silu, store, wait_for_previous
+from hyradix.kernels.triton_support import ceil_div, launch, load32, silu, store, wait_for_previous
 
 _BLOCK = 1024
 
@@ -35,7 +35,7 @@ def _by_token(kernel: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``kernel`` over blocks of each token's outputs."""
     assert x.stride(1) == out.stride(1) == 1
     size = out.shape[1]
-    grid = (x.shape[0], triton.cdiv(size, _BLOCK))
+    grid = (x.shape[0], ceil_div(size, _BLOCK))
     launch(kernel, grid, x, x.stride(0), out, out.stride(0), size, _BLOCK, is_chained=True)
     return out
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, power_of_two
 
 _PROGRAMS = 1056
 """About as many as a device runs at once."""
@@ -46,9 +46,9 @@ def best_of(
     if not rows:
         return out
     config = config or ArgmaxConfig(1024 if rows < 8 else 4096)
-    blocks = triton.cdiv(size, config.block)
-    share = triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // rows)))
-    parts = triton.cdiv(blocks, share)
+    blocks = ceil_div(size, config.block)
+    share = ceil_div(blocks, max(1, min(blocks, _PROGRAMS // rows)))
+    parts = ceil_div(blocks, share)
     values = logits.new_empty(rows, parts)
     ids = out.new_empty(rows, parts)
     launch(

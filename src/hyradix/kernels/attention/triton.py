@@ -27,6 +27,7 @@ import triton.language as tl
 
 from hyradix.kernels.attention.queries import Int32Array
 from hyradix.kernels.triton_support import (
+    ceil_div,
     divisor,
     launch,
     load32,
@@ -153,7 +154,7 @@ def combine(
     block_v = min(block_v, max(_COMBINED // block_s, 32))
     launch(
         _combine_kernel,
-        (num_tokens, heads, triton.cdiv(v_dim, block_v)),
+        (num_tokens, heads, ceil_div(v_dim, block_v)),
         scratch.o, scratch.lse, out if gate is None else gate,
         0 if gate is None else gate.stride(0), out, out.stride(0),
         num_tokens, heads, v_dim, gate is not None, splits, block_s, block_v,

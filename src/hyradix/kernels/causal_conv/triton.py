@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
-from hyradix.kernels.triton_support import launch, load32, silu, store
+from hyradix.kernels.triton_support import ceil_div, launch, load32, silu, store
 
 _BLOCK = 256
 
@@ -71,7 +71,7 @@ def _launch(
     assert weight.is_contiguous()
     launch(
         _conv_kernel,
-        (x.shape[0], triton.cdiv(channels, _BLOCK)),
+        (x.shape[0], ceil_div(channels, _BLOCK)),
         x, x.stride(0), weight, weight if bias is None else bias, slots,
         rows if is_log else slots, num_log_rows if is_log else slots, conv_state,
         log.conv if is_log else conv_state, log.conv.stride(0) if is_log else 0,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.device_forms import DeviceStates
-from hyradix.kernels.triton_support import launch, load32, power_of_two, silu, store
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two, silu, store
 
 _TOKENS = 16
 _CONV_CHANNELS = 128
@@ -45,7 +45,7 @@ def conv_ragged_(
     assert weight.is_contiguous()
     launch(
         _conv_kernel,
-        (triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _CONV_CHANNELS)),
+        (ceil_div(tokens, _TOKENS), ceil_div(channels, _CONV_CHANNELS)),
         projected, projected.stride(0), weight, weight if bias is None else bias,
         batch.cu_seqlens, batch.sequences, batch.chunks.slots, conv_state, out, out.stride(0),
         tokens, channels, weight.shape[0], bias is not None, _TOKENS, _CONV_CHANNELS,
@@ -61,7 +61,7 @@ def move_windows_(projected: torch.Tensor, batch: DeviceStates, conv_state: torc
     assert conv_state.is_contiguous()
     launch(
         _windows_kernel,
-        (slots.shape[0], triton.cdiv(channels, _WINDOW_CHANNELS)),
+        (slots.shape[0], ceil_div(channels, _WINDOW_CHANNELS)),
         projected, projected.stride(0), batch.cu_seqlens, slots, batch.save_offsets, batch.save_at,
         batch.save_slots, conv_state, channels, width, power_of_two(width - 1), _WINDOW_CHANNELS,
     )  # fmt: skip

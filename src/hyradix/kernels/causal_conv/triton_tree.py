@@ -20,7 +20,7 @@ import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_verify import DeviceTrees
-from hyradix.kernels.triton_support import launch, load32, silu, store
+from hyradix.kernels.triton_support import ceil_div, launch, load32, silu, store
 
 _BLOCK = 256
 
@@ -46,7 +46,7 @@ def conv_trees_(
     assert weight.is_contiguous()
     launch(
         _conv_kernel,
-        (num_trees * num_nodes, triton.cdiv(channels, _BLOCK)),
+        (num_trees * num_nodes, ceil_div(channels, _BLOCK)),
         projected, projected.stride(0), weight, weight if bias is None else bias,
         trees.first_token, trees.num_nodes, trees.slots, trees.rows, trees.taps, conv_state,
         spec.conv, spec.conv.stride(0), out, out.stride(0),

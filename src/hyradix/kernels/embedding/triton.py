@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, store
+from hyradix.kernels.triton_support import ceil_div, launch, store
 
 _BLOCK = 1024
 
@@ -23,7 +23,7 @@ def embed(weight: torch.Tensor, token_ids: torch.Tensor, out: torch.Tensor) -> t
     size = weight.shape[1]
     launch(
         _embed_kernel,
-        (token_ids.shape[0], triton.cdiv(size, _BLOCK)),
+        (token_ids.shape[0], ceil_div(size, _BLOCK)),
         weight, weight.stride(0), token_ids, out, out.stride(0), weight.shape[0], size, _BLOCK,
     )  # fmt: skip
     return out

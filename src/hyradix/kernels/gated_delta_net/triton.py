@@ -34,6 +34,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 )
 from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.triton_support import (
+    ceil_div,
     issue_loads,
     launch,
     load32,
@@ -77,7 +78,7 @@ def step_(
         return prepared_step_(projected, weights, slots, conv_state, state, scratch, out, config)
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))
-    blocks = triton.cdiv(dv, block_v)
+    blocks = ceil_div(dv, block_v)
     launch(
         _step_kernel,
         (num_rows * num_v_heads * blocks,),

@@ -35,6 +35,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import (
 from hyradix.kernels.gated_delta_net.triton_prepared import prepared_step_
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.triton_support import (
+    ceil_div,
     issue_loads,
     launch,
     load32,
@@ -84,7 +85,7 @@ def log_step_(
         )  # fmt: skip
     ratio = num_v_heads // weights.num_k_heads
     block_v = min(config.block_v, power_of_two(dv))
-    blocks = triton.cdiv(dv, block_v)
+    blocks = ceil_div(dv, block_v)
     launch(
         _log_step_kernel,
         (num_tokens * num_v_heads * blocks,),

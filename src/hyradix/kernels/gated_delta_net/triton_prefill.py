@@ -23,7 +23,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, gates
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch, chunked_
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.triton_halves import ONE, split
-from hyradix.kernels.triton_support import launch, load32, power_of_two, silu
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two, silu
 from hyradix.kernels.triton_table import ChunkConfig
 
 _L2_EPS = tl.constexpr(L2_EPS)
@@ -56,7 +56,7 @@ def mix_(
     together = max(1, min(_TOKENS, _NUMBERS // max(block_k, block_v)))
     launch(
         _prepare_kernel,
-        (triton.cdiv(tokens, together), weights.num_k_heads),
+        (ceil_div(tokens, together), weights.num_k_heads),
         projected, projected.stride(0), tokens, weights.conv, weights.decay_rate, weights.dt_bias,
         batch.cu_seqlens, batch.sequences, slots, conv_state, *x.q, *x.k, x.v, x.g, x.beta,
         channels, weights.num_k_heads, num_v_heads // weights.num_k_heads, dk, dv, width,

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton_solve import solve_kernel
 from hyradix.kernels.triton_halves import ONE, dot, dot_for, scale_of, split
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
@@ -163,11 +163,11 @@ def pass_(
     stages = 1 if is_exact or dk > 128 else config.stages
     launch(
         _pass_kernel,
-        (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
+        (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, *x.q, *x.k, x.beta, x.g, *x.w, x.u,
         *x.products, x.o,
         num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
-        block_v, triton.cdiv(dv, block_v), is_exact, stages,
+        block_v, ceil_div(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
     )  # fmt: skip
 

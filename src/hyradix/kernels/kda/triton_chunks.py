@@ -24,7 +24,7 @@ import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton import CHUNK, Chunks
 from hyradix.kernels.kda.triton_solve import KdaChunkScratch, solve_
-from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, kda_chunk_config
 
 __all__ = ["KdaChunkScratch", "chunked_"]
@@ -53,9 +53,9 @@ def chunked_(
     block_v = max(min(config.block_v, power_of_two(dv)), 16)
     launch(
         _pass_kernel,
-        (chunks.slots.shape[0] * heads * triton.cdiv(dv, block_v),),
+        (chunks.slots.shape[0] * heads * ceil_div(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.w, x.products, x.o,
-        heads, dk, dv, CHUNK, power_of_two(dk, least=32) // 2, block_v, triton.cdiv(dv, block_v),
+        heads, dk, dv, CHUNK, power_of_two(dk, least=32) // 2, block_v, ceil_div(dv, block_v),
         precision,
         num_warps=config.pass_warps,
     )  # fmt: skip

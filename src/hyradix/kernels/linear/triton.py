@@ -18,11 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from hyradix.kernels.linear.triton_units import units_kernel
 from hyradix.kernels.linear.triton_vector import vector_kernel
-from hyradix.kernels.triton_support import launch, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, power_of_two
 from hyradix.kernels.triton_table import LinearConfig, linear_config
 
 MAX_ROWS = 16
@@ -79,7 +78,7 @@ def few_rows_linear(
         assert rows <= MAX_VECTOR_ROWS
         block_o = max(config.block_o // (1 + is_swiglu), 1)
         launch(
-            vector_kernel, (triton.cdiv(outputs, block_o),), *tensors, rows, *shape,
+            vector_kernel, (ceil_div(outputs, block_o),), *tensors, rows, *shape,
             power_of_two(rows), block_o, min(config.block_i, power_of_two(size, least=8)),
             config.stages, num_warps=config.num_warps, is_chained=True,
         )  # fmt: skip
@@ -102,15 +101,15 @@ def _with_units(
     block_b = power_of_two(rows, least=16 if has_groups else 8)
     block_o = config.block_o // (1 + is_swiglu)
     block_i = min(config.block_i, power_of_two(size, least=16))
-    blocks, steps = triton.cdiv(outputs, block_o), triton.cdiv(size, block_i)
+    blocks, steps = ceil_div(outputs, block_o), ceil_div(size, block_i)
     parts = counters = tensors[0]
     splits = 1
     if scratch is not None and not is_swiglu:
         parts, counters = scratch.parts, scratch.counters
         room = scratch.parts.numel() // (blocks * block_o * block_b)
         splits = max(1, min(config.splits, steps // 2, room))
-    share = triton.cdiv(steps, splits)
-    splits = triton.cdiv(steps, share)
+    share = ceil_div(steps, splits)
+    splits = ceil_div(steps, share)
     is_aligned = size % 8 == weight.stride(0) % 8 == weight.data_ptr() % 16 == 0
     ahead = (config.stages - 1) * block_i if is_aligned and weight.itemsize == 2 else 0
     launch(

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton import CHUNK, Chunks
-from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, mamba2_chunk_config
 
 _ROWS = 128
@@ -87,10 +87,10 @@ def chunked_(
     for first_row in range(0, dk, part):
         launch(
             _pass_kernel,
-            (chunks.slots.shape[0] * num_v_heads * triton.cdiv(dv, block_v),),
+            (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
             chunks.table, chunks.offsets, chunks.slots, state, x.mixed, x.g, x.dt, x.products, x.o,
             x.mixed.shape[1], num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK,
-            part // 2, block_v, triton.cdiv(dv, block_v), first_row,
+            part // 2, block_v, ceil_div(dv, block_v), first_row,
             output_precision(dtype),
             num_warps=config.pass_warps,
         )  # fmt: skip

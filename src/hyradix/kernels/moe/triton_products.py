@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch, load32, power_of_two, silu, store
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two, silu, store
 from hyradix.kernels.triton_table import ProductConfig
 
 _COLUMNS = 1024
@@ -56,7 +56,7 @@ def product(
     precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
     launch(
         _product_kernel,
-        (groups.blocks.shape[0] * triton.cdiv(outputs, block_n),),
+        (groups.blocks.shape[0] * ceil_div(outputs, block_n),),
         x, x.stride(0), weight, groups.order, groups.offsets, groups.blocks, out, weight.shape[1],
         size, outputs, top_k, groups.is_alone, activation == "swiglu", activation == "relu2",
         block_m, block_n, block_k, size % block_k == 0, precision, config.stages,
@@ -76,7 +76,7 @@ def combine(
     other = out if residual is None else residual
     launch(
         _combine_kernel,
-        (count, triton.cdiv(width, _COLUMNS)),
+        (count, ceil_div(width, _COLUMNS)),
         products, groups.places, weights, other, other.stride(0), out, out.stride(0),
         width, top_k, residual is not None, groups.is_alone, _COLUMNS,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.triton_support import (
+    ceil_div,
     launch,
     load32,
     power_of_two,
@@ -78,7 +79,7 @@ def gated_rms_norm(
     together = min(power_of_two(groups), max(1, _NUMBERS // block))
     launch(
         _gated_norm_kernel,
-        (tokens, triton.cdiv(groups, together)),
+        (tokens, ceil_div(groups, together)),
         x, *x.stride()[:2], gate, *gate.stride()[:2], weight,
         weight.stride(0) if weight.ndim == 2 else 0, weight if skip is None else skip, other,
         *other.stride()[:2], eps, out, *out.stride()[:2],

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hyradix.kernels.triton_support import launch
+from hyradix.kernels.triton_support import ceil_div, launch
 
 _FIELDS = tl.constexpr(6)
 BLOCK = 2048
@@ -50,7 +50,7 @@ class Registry:
             scale = x.element_size() / self.word_bytes
             words = size // self.word_bytes
             first = 0 if firsts is None else firsts[i] * words * self.word_bytes
-            programs = triton.cdiv(words, BLOCK)
+            programs = ceil_div(words, BLOCK)
             strides = (int(x.stride(1) * scale), int(x.stride(0) * scale))
             entries.append([x.data_ptr() + first, self.num_programs, words, *strides, programs])
             self.num_programs += programs * x.shape[0]

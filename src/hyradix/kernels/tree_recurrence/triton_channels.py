@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
-from hyradix.kernels.triton_support import launch, load32, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two
 
 _BLOCK = 16
 _CHANNELS = 32
@@ -69,16 +69,16 @@ def channel_products_(
     assert scratch.positions.shape[2] == capacity + nodes
     launch(
         _positions_kernel,
-        (num_trees, num_v_heads, triton.cdiv(dk, _CHANNELS)),
+        (num_trees, num_v_heads, ceil_div(dk, _CHANNELS)),
         first_token, num_nodes, rows, num_log_rows, ancestors, spec.k, spec.k.stride(0), spec.g,
         spec.g.stride(0), q, scratch.positions, scratch.k, scratch.q,
         nodes, capacity, num_v_heads, ratio, dk, power_of_two(nodes), _CHANNELS,
         num_warps=2,
     )  # fmt: skip
-    blocks = triton.cdiv(nodes, _BLOCK)
+    blocks = ceil_div(nodes, _BLOCK)
     launch(
         _products_kernel,
-        (num_trees * num_v_heads, blocks, triton.cdiv(capacity + nodes, _BLOCK)),
+        (num_trees * num_v_heads, blocks, ceil_div(capacity + nodes, _BLOCK)),
         first_token, num_nodes, rows, num_log_rows, ancestors, spec.k, spec.k.stride(0), q,
         scratch.positions, scratch.k_products, scratch.q_products,
         nodes, capacity, num_v_heads, ratio, dk, _BLOCK,

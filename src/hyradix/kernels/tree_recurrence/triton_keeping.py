@@ -27,6 +27,7 @@ import triton.language as tl
 from hyradix.kernels.memory import upload
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
 from hyradix.kernels.triton_support import (
+    ceil_div,
     issue_loads,
     launch,
     load32,
@@ -70,9 +71,9 @@ def fold_(arrays: StateArrays, moves: DeviceMoves, *, config: FoldConfig | None 
     for x in (arrays.k, arrays.u, arrays.g):
         assert x[0, 0].is_contiguous()
     block_v = min(config.block_v, power_of_two(dv, least=16 if config.product != "fma" else 1))
-    blocks = triton.cdiv(dv, block_v)
+    blocks = ceil_div(dv, block_v)
     channels = arrays.windows.shape[3]
-    per_layer = num_v_heads * blocks + triton.cdiv(channels, _CHANNELS)
+    per_layer = num_v_heads * blocks + ceil_div(channels, _CHANNELS)
     least = 16 if config.product != "fma" else 1
     launch(
         _fold_kernel,
@@ -96,7 +97,7 @@ def copy_nodes_(arrays: StateArrays, moves: DeviceMoves) -> None:
     assert arrays.recurrent[0, 0].is_contiguous()
     assert arrays.states[0, 0].is_contiguous()
     channels, size = arrays.windows.shape[3], num_v_heads * dk * dv
-    per_layer = triton.cdiv(size, _STATE) + triton.cdiv(channels, _CHANNELS)
+    per_layer = ceil_div(size, _STATE) + ceil_div(channels, _CHANNELS)
     launch(
         _copy_nodes_kernel,
         (per_layer * layers, moves.rows.shape[0]),

@@ -26,6 +26,7 @@ from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_ready import ready_
 from hyradix.kernels.tree_recurrence.triton_stream import StreamInputs, stream_
 from hyradix.kernels.triton_support import (
+    ceil_div,
     issue_loads,
     launch,
     load32,
@@ -114,7 +115,7 @@ def _launch(
         assert x.stride()[1:] == (x.shape[2], 1)
     config = config or step_config(state.device, num_tokens, is_log=log is not None)
     block_v = min(config.block_v, power_of_two(dv))
-    blocks = triton.cdiv(dv, block_v)
+    blocks = ceil_div(dv, block_v)
     arrays = (k, v, g) if log is None else (log.k, log.u, log.g)
     num_rows = 1 if log is None else log.num_log_rows
     launch(

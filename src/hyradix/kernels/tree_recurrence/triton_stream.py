@@ -28,6 +28,7 @@ import triton.language as tl
 
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.triton_support import (
+    ceil_div,
     issue_loads,
     launch,
     load32,
@@ -95,7 +96,7 @@ def stream_(
     assert out.stride(1) == 1
     is_log = log is not None
     block_v = min(config.block_v, power_of_two(dv))
-    blocks = triton.cdiv(dv, block_v)
+    blocks = ceil_div(dv, block_v)
     assert norm is None or blocks == 1
     z = out if norm is None else norm.z
     block_k = min(config.block_k or power_of_two(dk), power_of_two(dk))

@@ -31,7 +31,7 @@ from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.kernels.tree_recurrence.rules import Rule
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
 from hyradix.kernels.tree_recurrence.triton_channels import ChannelScratch, channel_products_
-from hyradix.kernels.triton_support import launch, load32, output_precision, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, output_precision, power_of_two
 from hyradix.kernels.triton_table import VerifyConfig, verify_config
 
 MAX_NODES = 64
@@ -129,7 +129,7 @@ def verify_nodes_(
     config = config or verify_config(state.device, num_nodes)
     block_v = max(min(config.block_v, power_of_two(dv)), 16)
     block_k = min(config.block_k, power_of_two(dk, least=16))
-    blocks = triton.cdiv(dv, block_v)
+    blocks = ceil_div(dv, block_v)
     if channels is not None:
         channel_products_(
             trees.first_token, trees.num_nodes, trees.rows, trees.num_log_rows, trees.ancestors,
