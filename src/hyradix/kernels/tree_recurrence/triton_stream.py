@@ -1,11 +1,12 @@
 """The launch of a decode step that reads states, all else having been done by the launch before.
 
 Owns: ``StreamInputs`` and ``stream_``, which reads states (by a log), or reads and writes them (in
-place). Does not know: families, convolution, gates, a log's rows: what those add to a read of k and
-of q came with the inputs.
+place). Does not know: families, convolution, gates.
 
-With S the state, ' what the launch before folded in (decays, log rows):
+With S the state, ' what the launch before folded in (decays of channels, log rows):
 u = beta (v' - decay S^T k'), o = o' + decay S^T q' + (q k) u; in place S <- decay S + k u^T.
+A log's rows are read here, as some more rows of the state, where heads decay as a whole
+(``has_rows``); else the launch before has added them to v' and o'.
 
 Invariants:
 - A program asks for its block of the state first, while the launch before still runs: nothing in a
@@ -42,13 +43,16 @@ from hyradix.kernels.triton_support import (
 )
 from hyradix.kernels.triton_table import StepConfig
 
+_ROWS = tl.constexpr(8)
+"""Of the log, at a time."""
+
 
 class StreamInputs:
     """What a step's launches leave for each other; layers use it in turn.
 
     q, k: ``[N, Hk, dk]``. qk: ``[N, Hk]``, the product of both without decays. v, o: ``[N, Hv,
-    dv]``, less and plus what the log's rows hold (o: by a log). decay: ``[N, Hv]``, from the state
-    that is read to now.
+    dv]``, less and plus what the log's rows hold (without ``has_rows``). decay: ``[N, Hv]``, from
+    what is read last, the state or the newest row, to now.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ def stream_(
     config: StepConfig,
     *,
     has_delta: bool = True,
+    has_rows: bool = False,
     norm: OutputNorm | None = None,
     rows: torch.Tensor | None = None,
     log: SpecLayer | None = None,
@@ -89,7 +94,7 @@ def stream_(
     """One token of each row: out ``[N, Hv dv]``, with ``norm`` if a program holds a whole head.
 
     Args: slots, rows, num_log_rows ``int32[N]``; state ``float32[slots, Hv, dk, dv]``; log: mode
-    ``log``, None: in place.
+    ``log``, None: in place. has_rows: the log's rows are not in x yet, and g is one of a head.
     """
     num_tokens, (_, num_v_heads, dk, dv) = slots.shape[0], state.shape
     assert state.is_contiguous()
@@ -100,16 +105,19 @@ def stream_(
     assert norm is None or blocks == 1
     z = out if norm is None else norm.z
     block_k = min(config.block_k or power_of_two(dk), power_of_two(dk))
+    is_read = is_log and has_rows
     launch(
         _stream_rows_kernel if config.block_k and is_log else _stream_kernel,
         (num_tokens * num_v_heads * blocks,),
         x.q, x.k, x.qk, x.v, x.o, x.decay, x.beta, slots, rows if is_log else slots,
-        num_log_rows if is_log else slots, state, log.u if is_log else state,
-        log.u.stride(0) if is_log else 0, out, out.stride(0), z, z.stride(0),
+        num_log_rows if is_log else slots, state, log.k if is_read else state,
+        log.k.stride(0) if is_read else 0, log.u if is_log else state,
+        log.u.stride(0) if is_log else 0, log.g if is_read else state,
+        log.g.stride(0) if is_read else 0, out, out.stride(0), z, z.stride(0),
         out if norm is None else norm.weight, 0.0 if norm is None else norm.eps,
         num_v_heads, num_v_heads // x.k.shape[1], dk, dv, log.num_log_rows if is_log else 0,
-        block_k if config.block_k and is_log else power_of_two(dk), block_v, blocks, has_delta,
-        is_log, norm is not None, config.streams, config.stages,
+        power_of_two(dk), block_k, block_v, blocks, has_delta, is_log, is_read, norm is not None,
+        config.streams, config.stages,
         num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
     )  # fmt: skip
 
@@ -117,16 +125,16 @@ def stream_(
 @triton.jit
 def _stream_kernel(
     all_q, all_k, all_qk, all_v, all_o, all_decay, all_beta, slots, rows, num_log_rows, state,
-    log_u, u_stride, out, out_stride, z, z_stride, weight, eps,
+    log_k, k_stride, log_u, u_stride, log_g, g_stride, out, out_stride, z, z_stride, weight, eps,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, HAS_DELTA: tl.constexpr,
-    IS_LOG: tl.constexpr, HAS_NORM: tl.constexpr, STREAMS: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    ALL_K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
+    STREAMS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A block of the state's columns in registers."""
     head = tl.program_id(0) // BLOCKS % HV
     token = (tl.program_id(0) // (BLOCKS * HV)).to(tl.int64)
-    d, column = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
+    d, column = tl.arange(0, ALL_K), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     in_k, in_v = d < DK, column < DV
     out += token * out_stride + head * DV + column
     slot = tl.load(slots + token).to(tl.int64)
@@ -143,7 +151,7 @@ def _stream_kernel(
     k = load32(all_k + k_head * DK + d, in_k)
     q = load32(all_q + k_head * DK + d, in_k)
     v, o = load32(all_v + v_head * DV + column, in_v), tl.zeros([BV], tl.float32)
-    if IS_LOG:
+    if IS_LOG and not HAS_ROWS:
         o = load32(all_o + v_head * DV + column, in_v)
     decay, beta = tl.load(all_decay + v_head), tl.load(all_beta + v_head)
     qk = tl.load(all_qk + k_head)
@@ -151,12 +159,19 @@ def _stream_kernel(
         gate = load32(z + token * z_stride + head * DV + column, in_v)
         scale = load32(weight + column, in_v)
     issue_loads()
+    log_u += row * u_stride + head * DV + column
+    if HAS_ROWS:
+        log_k += row * k_stride + head // RATIO * DK + d
+        log_g += row * g_stride + head
+        rows_k, o, decay = _read_rows(
+            k, q, decay, log_k, log_u, log_g, count, in_k, in_v, HV // RATIO * DK, HV * DV, HV, BV
+        )
+        v -= rows_k
     read_k, read_q = two_sums(base, k[:, None], q[:, None], 0)
     u = beta * (v - decay * read_k) if HAS_DELTA else beta * v
     o += decay * read_q + qk * u
     if IS_LOG:
-        log_u += row * u_stride + count * (HV * DV) + head * DV
-        tl.store(log_u + column, u, mask=in_v & (count < R))
+        tl.store(log_u + count * (HV * DV), u, mask=in_v & (count < R))
     else:
         store_state(place, base * decay + k[:, None] * u[None, :], inside, STREAMS)
     if HAS_NORM:
@@ -167,11 +182,11 @@ def _stream_kernel(
 @triton.jit
 def _stream_rows_kernel(
     all_q, all_k, all_qk, all_v, all_o, all_decay, all_beta, slots, rows, num_log_rows, state,
-    log_u, u_stride, out, out_stride, z, z_stride, weight, eps,
+    log_k, k_stride, log_u, u_stride, log_g, g_stride, out, out_stride, z, z_stride, weight, eps,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, HAS_DELTA: tl.constexpr,
-    IS_LOG: tl.constexpr, HAS_NORM: tl.constexpr, STREAMS: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    ALL_K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
+    STREAMS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """By a log: BK rows of d_k after the other, STAGES - 1 of them under way in shared memory."""
     head = tl.program_id(0) // BLOCKS % HV
@@ -187,24 +202,64 @@ def _stream_rows_kernel(
         return
     k_head, v_head = token * (HV // RATIO) + head // RATIO, token * HV + head
     place = state + (slot * HV + head) * (DK * DV) + i[:, None] * DV + column[None, :]
-    all_k += k_head * DK + i
-    all_q += k_head * DK + i
     read_k, read_q = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
-    v, o = load32(all_v + v_head * DV + column, in_v), load32(all_o + v_head * DV + column, in_v)
+    v, o = load32(all_v + v_head * DV + column, in_v), tl.zeros([BV], tl.float32)
+    if not HAS_ROWS:
+        o = load32(all_o + v_head * DV + column, in_v)
     decay, beta = tl.load(all_decay + v_head), tl.load(all_beta + v_head)
     qk = tl.load(all_qk + k_head)
     if HAS_NORM:
         gate = load32(z + token * z_stride + head * DV + column, in_v)
         scale = load32(weight + column, in_v)
+    all_k += k_head * DK
+    all_q += k_head * DK
+    log_u += row * u_stride + head * DV + column
+    if HAS_ROWS:
+        d = tl.arange(0, ALL_K)
+        k, q = load32(all_k + d, d < DK), load32(all_q + d, d < DK)
+        log_k += row * k_stride + head // RATIO * DK + d
+        log_g += row * g_stride + head
+        rows_k, o, decay = _read_rows(
+            k, q, decay, log_k, log_u, log_g, count, d < DK, in_v, HV // RATIO * DK, HV * DV, HV, BV
+        )
+        v -= rows_k
     for first in tl.range(0, DK, BK, num_stages=STAGES):
         in_k = first + i < DK
         base = load_state(place + first * DV, in_k[:, None] & in_v[None, :], STREAMS)
-        read_k += tl.sum(base * load32(all_k + first, in_k)[:, None], 0)
-        read_q += tl.sum(base * load32(all_q + first, in_k)[:, None], 0)
+        read_k += tl.sum(base * load32(all_k + first + i, in_k)[:, None], 0)
+        read_q += tl.sum(base * load32(all_q + first + i, in_k)[:, None], 0)
     u = beta * (v - decay * read_k) if HAS_DELTA else beta * v
     o += decay * read_q + qk * u
-    log_u += row * u_stride + count * (HV * DV) + head * DV
-    tl.store(log_u + column, u, mask=in_v & (count < R))
+    tl.store(log_u + count * (HV * DV), u, mask=in_v & (count < R))
     if HAS_NORM:
         o *= scale * silu(gate) / tl.sqrt(tl.sum(o * o, 0) / DV + eps)
     store(out, o, in_v)
+
+
+@triton.jit
+def _read_rows(
+    k, q, decay, log_k, log_u, log_g, count, in_k, in_v,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, G_ROW: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What k and q read of the log's ``count`` rows, and the decay from the base to now.
+
+    decay: from the newest row to now. Newest rows first: the decays of a row are those of the rows
+    behind it, which have been seen, multiplied; no sum is a difference.
+    """
+    i = tl.arange(0, _ROWS)
+    read_k, read_q = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+    blocks = tl.cdiv(count, _ROWS)
+    for n in range(0, blocks):
+        j = (blocks - 1 - n) * _ROWS + i
+        is_row = j < count
+        keys = load32(log_k[None, :] + j[:, None] * K_ROW, is_row[:, None] & in_k[None, :])
+        us = load32(log_u[None, :] + j[:, None] * V_ROW, is_row[:, None] & in_v[None, :])
+        g = load32(log_g + j * G_ROW, is_row)
+        behind = tl.sum(tl.where(i[None, :] > i[:, None], g[None, :], 0.0), 1)
+        at_k, at_q = two_sums(keys, k[None, :], q[None, :], 1)
+        from_row = tl.exp(behind) * decay
+        rows_k, rows_q = two_sums(us, (at_k * from_row)[:, None], (at_q * from_row)[:, None], 0)
+        read_k += rows_k
+        read_q += rows_q
+        decay *= tl.exp(tl.sum(g, 0))
+    return read_k, read_q, decay
