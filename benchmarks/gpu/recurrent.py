@@ -73,19 +73,21 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
 
 def _candidates(batch: int, *, is_log: bool) -> list[StepConfig]:
     """One launch where rows are few; where they are many, launches whose last is a pure stream."""
-    fused, streams = ((32, 1), (128, 8)), ((16, 1), (32, 1), (32, 2), (64, 2), (128, 4), (128, 8))
+    configs = [StepConfig(64, 4, 128, streams=True)]
+    streams = ((64, 2), (128, 4))
     if batch <= 8:
-        fused = ((16, 1), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8), (128, 16))
-        streams = ((32, 1), (32, 2), (128, 8))
-    configs = [StepConfig(*shape) for shape in fused]
-    configs += [StepConfig(*shape, is_fused=False) for shape in streams]
-    configs.append(StepConfig(32, 1, is_fused=False, prepare_warps=8))
-    if batch > 8:
-        configs.append(StepConfig(32, 1, streams=True, is_fused=False))
-    if batch > 8 and is_log:
-        for shape in ((128, 1, 8, 3), (128, 1, 8, 4), (128, 1, 16, 3), (64, 1, 16, 3)):
-            width, warps, block_k, stages = shape
-            configs.append(StepConfig(width, warps, is_fused=False, block_k=block_k, stages=stages))
+        configs += [StepConfig(*shape) for shape in ((16, 1), (32, 2), (64, 4))]
+        streams = ((32, 1),)
+    for warps in (1, 2, 4):
+        configs += [StepConfig(*s, is_fused=False, prepare_warps=warps) for s in streams]
+    if is_log:
+        shapes = [(128, 8, 3, warps) for warps in (1, 2, 4)]
+        shapes += [(128, 8, 4, 2), (128, 16, 3, 2), (64, 8, 3, 2)]
+        shapes += [(32, 16, 3, 2)] if batch <= 8 else []
+        for width, block_k, stages, warps in shapes:
+            shape = width, 1, 0, False, False, block_k, stages, warps
+            configs.append(StepConfig(*shape))
+        configs.append(StepConfig(128, 1, 80, False, False, 8, 3, 2))
     return configs
 
 
