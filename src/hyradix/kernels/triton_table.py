@@ -43,16 +43,11 @@ class StepConfig:
 
 @dataclass(frozen=True, slots=True)
 class FoldConfig:
-    """A fold: columns of d_v per program; "fma" sums rows one by one, "tf32x3" as one product.
-
-    stages: less one, rows of the log under way ("fma").
-    """
+    """A fold: columns of d_v per program. stages: less one, rows of the log under way."""
 
     block_v: int
     num_warps: int = 1
-    product: str = "fma"
     stages: int = 1
-    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +134,7 @@ _STEP_LOG: dict[str, Rows[StepConfig]] = {
         (32, StepConfig(128, 1, is_fused=False, block_k=8, stages=3)),
     ),
 }
-_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, stages=6)),)}
+_FOLD: dict[str, Rows[FoldConfig]] = {"default": ((1, FoldConfig(32, 2, 6)),)}
 # By nodes. From 33 nodes on a product has 64 rows, and with 4 warps Triton 3.6 makes it of warp
 # group instructions, which are suspected of an illegal access (benchmarks/gpu/bisect_tree.py).
 _VERIFY: dict[str, Rows[VerifyConfig]] = {

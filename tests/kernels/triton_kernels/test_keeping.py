@@ -51,7 +51,7 @@ def moves_of(counts: list[int]) -> Moves:
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 8, 6, 1), (1, 2, 5, 16, 5), (3, 3, 16, 4, 16)])
-@pytest.mark.parametrize("config", [FoldConfig(4), FoldConfig(16, product="tf32x3")])
+@pytest.mark.parametrize("config", [FoldConfig(4), FoldConfig(16, stages=3)])
 def test_fold_equals_its_twin(device, shape, config):
     arrays = arrays_of(*shape, torch.float32)
     moves = moves_of([3, 5, 2, 0])

@@ -5,7 +5,7 @@ movements are due.
 
 Invariants:
 - Slots 0 as targets are padding: nothing is done. Other targets differ.
-- A fold is float32, row by row or one product; a row's decay is the sum of what follows it: no
+- A fold is float32, row by row; a row's decay is the sum of what follows it: no
   difference of sums is taken. Rows past a count are not read.
   Count 0: the base's bits.
 - Every element of a target is written by the program that read it from the source, so both may be
@@ -31,9 +31,7 @@ from hyradix.kernels.triton_support import (
     issue_loads,
     launch,
     load32,
-    load_state,
     power_of_two,
-    store_state,
 )
 from hyradix.kernels.triton_table import FoldConfig, fold_config
 
@@ -70,11 +68,10 @@ def fold_(arrays: StateArrays, moves: DeviceMoves, *, config: FoldConfig | None 
     assert arrays.recurrent[0, 0].is_contiguous()
     for x in (arrays.k, arrays.u, arrays.g):
         assert x[0, 0].is_contiguous()
-    block_v = min(config.block_v, power_of_two(dv, least=16 if config.product != "fma" else 1))
+    block_v = min(config.block_v, power_of_two(dv))
     blocks = ceil_div(dv, block_v)
     channels = arrays.windows.shape[3]
     per_layer = num_v_heads * blocks + ceil_div(channels, _CHANNELS)
-    least = 16 if config.product != "fma" else 1
     launch(
         _fold_kernel,
         (per_layer * layers, num_moves),
@@ -84,10 +81,9 @@ def fold_(arrays: StateArrays, moves: DeviceMoves, *, config: FoldConfig | None 
         arrays.g, *arrays.g.stride()[:2],
         moves.sources, moves.targets, moves.rows, moves.counts, moves.taps,
         channels, arrays.windows.shape[2], num_v_heads, num_v_heads // arrays.k.shape[3], dk, dv,
-        num_rows, arrays.g.shape[4], power_of_two(dk, least=least), block_v,
-        power_of_two(num_rows, least=least), power_of_two(arrays.g.shape[4]), _CHANNELS, blocks,
-        config.product, config.stages, config.streams,
-        num_warps=config.num_warps,
+        num_rows, arrays.g.shape[4], power_of_two(dk), block_v,
+        power_of_two(num_rows), power_of_two(arrays.g.shape[4]), _CHANNELS, blocks,
+        config.stages, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -117,7 +113,7 @@ def _fold_kernel(
     C: tl.constexpr, TAPS: tl.constexpr, HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, R: tl.constexpr, DG: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BR: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
-    PRODUCT: tl.constexpr, STAGES: tl.constexpr, STREAMS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs of a layer: its heads' column blocks, then the blocks of its window's channels."""
     PER_LAYER: tl.constexpr = HV * BLOCKS + (C + BC - 1) // BC
@@ -149,50 +145,27 @@ def _fold_kernel(
     log_k += layer * k_layer + row * k_row + head // RATIO * DK
     log_u += layer * u_layer + row * u_row + head * DV
     log_g += layer * g_layer + row * g_row + head * DG
-    base = load_state(pool + source * pool_slot + place, inside, STREAMS)
+    base = load32(pool + source * pool_slot + place, inside)
     issue_loads()
-    if PRODUCT == "fma":
-        j = tl.arange(0, BR)
-        if DG == 1:
-            base *= tl.exp(tl.sum(load32(log_g + j * HV, j < count), 0))
-            after = 0.0
-        else:
-            place_g = log_g + j[:, None] * (HV * DG) + d[None, :]
-            g = load32(place_g, (j < count)[:, None] & in_k[None, :])
-            base *= tl.exp(tl.sum(g, 0))[:, None]
-            after = tl.zeros([BK], tl.float32)
-        for i in tl.range(0, count, num_stages=STAGES):
-            row_of = count - 1 - i  # the newest first, so that what follows it is known
-            k = load32(log_k + row_of * (HV // RATIO * DK) + d, in_k) * tl.exp(after)
-            u = load32(log_u + row_of * (HV * DV) + column, in_v)
-            base += k[:, None] * u[None, :]
-            if DG == 1:
-                after += tl.load(log_g + row_of * HV)
-            else:
-                after += load32(log_g + row_of * (HV * DG) + d, in_k)
+    j = tl.arange(0, BR)
+    if DG == 1:
+        base *= tl.exp(tl.sum(load32(log_g + j * HV, j < count), 0))
+        after = 0.0
     else:
-        j = tl.arange(0, BR)
-        is_row = j < count
-        k_inside = is_row[:, None] & in_k[None, :]
-        k = load32(log_k + j[:, None] * (HV // RATIO * DK) + d[None, :], k_inside)
-        u_inside = is_row[:, None] & in_v[None, :]
-        us = load32(log_u + j[:, None] * (HV * DV) + column[None, :], u_inside)
-        # to each row the sum of the rows behind it: no difference
+        place_g = log_g + j[:, None] * (HV * DG) + d[None, :]
+        g = load32(place_g, (j < count)[:, None] & in_k[None, :])
+        base *= tl.exp(tl.sum(g, 0))[:, None]
+        after = tl.zeros([BK], tl.float32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        row_of = count - 1 - i  # the newest first, so that what follows it is known
+        k = load32(log_k + row_of * (HV // RATIO * DK) + d, in_k) * tl.exp(after)
+        u = load32(log_u + row_of * (HV * DV) + column, in_v)
+        base += k[:, None] * u[None, :]
         if DG == 1:
-            g = load32(log_g + j * HV, is_row)
-            issue_loads()
-            is_later = j[None, :] > j[:, None]
-            k *= tl.exp(tl.sum(tl.where(is_later, g[None, :], 0.0), 1))[:, None]
-            grown = tl.exp(tl.sum(g, 0))
+            after += tl.load(log_g + row_of * HV)
         else:
-            place_g = log_g + j[:, None] * (HV * DG) + d[None, :]
-            g = load32(place_g, k_inside)
-            later = load32(place_g + HV * DG, (j[:, None] + 1 < count) & in_k[None, :])
-            k *= tl.exp(tl.cumsum(later, 0, reverse=True))
-            grown = tl.exp(tl.sum(g, 0))[:, None]
-        total = tl.dot(tl.trans(k), us, input_precision=PRODUCT)
-        base = base * grown + total
-    store_state(pool + target * pool_slot + place, base, inside, STREAMS)
+            after += load32(log_g + row_of * (HV * DG) + d, in_k)
+    tl.store(pool + target * pool_slot + place, base, mask=inside)
 
 
 @triton.jit
