@@ -108,7 +108,7 @@ class FakeEvent:
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         self.at = FakeEvent.now
 
     def elapsed_time(self, end: FakeEvent) -> float:
@@ -119,7 +119,7 @@ def test_device_time_is_that_of_submits(monkeypatch: pytest.MonkeyPatch) -> None
     """A turn of the loop that schedules nothing has none."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    clock = DeviceClock()
+    clock = DeviceClock(None)
     for part, at in (("schedule", 1.0), ("submit", 4.0), ("schedule", 9.0), ("wait", 9.5),
                      ("schedule", 10.0), ("submit", 12.0), ("commit", 13.0)):  # fmt: skip
         FakeEvent.now = at

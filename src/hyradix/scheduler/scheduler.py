@@ -319,7 +319,8 @@ class Scheduler:
         state.is_faulty |= arrived.is_faulty[at]
         if not planned.is_prefill and not state.is_faulty:
             num_consumed = arrived.num_tokens[at]
-            is_possible = planned.num_tokens <= num_consumed <= planned.max_accepted
+            most = max(planned.num_tokens, planned.max_accepted)
+            is_possible = planned.num_tokens <= num_consumed <= most
             assert is_possible, "more or less than could be consumed"
         state.leave_step(planned.start + num_consumed, sampled=planned.samples)
         if planned.has_drafts and not state.is_faulty:
