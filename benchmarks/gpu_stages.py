@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 HYRADIX = [PYTHON, "-m", "hyradix"]
+PYTEST = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 SHAPE = "benchmarks/configs/shape-4b.json"
 TINY = "benchmarks/configs/cpu25m.json"
 HOTTEST = (
@@ -80,7 +82,7 @@ def stages(place: Place) -> list[Stage]:
         _prefill(place),
         _memory(place),
         _kernel_times(place),
-        _families(place),
+        *[_tests(place, name) for name in GPU_TESTS],
         _o1(place, "o1_bfloat16", "bfloat16", NEAR_TIES["bfloat16"]),
         _http(place),
         *[_ncu(place, i) for i in range(len(HOTTEST))],
@@ -117,34 +119,35 @@ def _kernels(report: dict[str, Any]) -> dict[str, Any]:
 # ---- correctness -----------------------------------------------------------------------------
 
 
-GPU_TESTS = (
-    "tests/gpu", "tests/kernels/triton_kernels", "tests/runner/device", "tests/runner/on_triton",
-    "tests/conformance", "tests/oracles",
+GPU_TESTS = {
+    "kernel_tests": ("tests/kernels/triton_kernels", "tests/runner"),
+    "families": ("tests/gpu",),
+    "conformance": ("tests/conformance",),
+    "o1_families": ("tests/oracles",),
+}
+"""Where tests marked gpu are, by stage."""
+CHECKED_MEMORY = (
+    "test_attention.py", "test_chunks.py", "test_elementwise_and_linear.py",
+    "test_gated_delta_net.py", "test_keeping.py", "test_prefill.py",
 )  # fmt: skip
-"""Where tests marked gpu are."""
+"""Tests of kernels under compute-sanitizer, which makes them many times slower."""
 
 
-def _families(place: Place) -> Stage:
-    """Tests that need a device; here, where there is none, one file of them in the interpreter."""
-    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x" * place.is_tiny]
-    command = [word for word in command if word]
-    if place.is_gpu:
-        command += ["-m", "gpu", *_parallel(), *GPU_TESTS]
-        return Stage("families", 500, command, read=_pytest)
-    if importlib.util.find_spec("triton") is None:
-        return Stage("families", 0, skipped="no GPU, and no Triton for its interpreter")
-    file = "tests/kernels/triton_kernels/test_elementwise_and_linear.py"
-    return Stage(
-        "families", 200, [*command, file], read=_pytest, environment={"TRITON_INTERPRET": "1"}
-    )
+def _tests(place: Place, name: str) -> Stage:
+    """Tests that need a device."""
+    if not place.is_gpu:
+        return Stage(name, 0, skipped="needs a GPU")
+    command = [*PYTEST, "-m", "gpu", *_parallel(), *GPU_TESTS[name]]
+    return Stage(name, 180, command, read=_pytest)
 
 
 def _parallel() -> list[str]:
-    """Eight processes: most of the time kernels are compiled, and one that loses its device is
-    started anew. pytest-benchmark warns of that, which is an error."""
+    """Most of the time kernels are compiled, and a process that loses its device is started anew.
+    pytest-benchmark warns of processes, which is an error."""
     if importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", "8", "--dist", "worksteal", "-p", "no:benchmark"]
+    processes = max(1, (os.cpu_count() or 1) - 2)
+    return ["-n", str(processes), "--dist", "worksteal", "-p", "no:benchmark"]
 
 
 def _o1(place: Place, name: str, dtype: str, near_tie: float) -> Stage:
@@ -176,18 +179,17 @@ def _sanitizer(place: Place) -> Stage:
     tool = shutil.which("compute-sanitizer")
     if not place.is_gpu or tool is None:
         return Stage("sanitizer", 0, skipped="needs a GPU and compute-sanitizer")
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", PYTHON, "-m", "pytest", "-q"]
-    command += ["-p", "no:cacheprovider", "-m", "gpu", "tests/kernels/triton_kernels"]
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
+    command += [*PYTEST, "-m", "gpu", *_parallel()]
+    command += [f"tests/kernels/triton_kernels/{file}" for file in CHECKED_MEMORY]
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it sees one large block
-    return Stage("sanitizer", 500, command, read=_memcheck, environment=environment)
+    return Stage("sanitizer", 240, command, read=_memcheck, environment=environment)
 
 
 def _memcheck(output: str) -> dict[str, Any]:
-    summary = [line for line in output.splitlines() if "ERROR SUMMARY" in line]
-    return {
-        "summary": summary[-1].split("=========")[-1].strip() if summary else "",
-        **_pytest(output),
-    }
+    """Errors of all processes; None where none of them said."""
+    counts = [int(number) for number in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
+    return {"errors": sum(counts) if counts else None, **_pytest(output)}
 
 
 # ---- the engine ------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from benchmarks.gpu_stages import Place, Stage, _memcheck, _pytest, ncu, stages
 
 NAMES = [
     "kernel_checks", "o1_float32", "start", "decode", "prefill", "memory", "kernel_times",
-    "families", "o1_bfloat16", "http", "ncu_1", "ncu_2", "ncu_3", "sanitizer",
+    "kernel_tests", "families", "conformance", "o1_families", "o1_bfloat16", "http", "ncu_1",
+    "ncu_2", "ncu_3", "sanitizer",
 ]  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def test_stages_are_commands_or_say_why_not(
     if device == "cuda":
         assert commands["ncu_1"].startswith("/bin/ncu --clock-control none --profile-from-start")
         assert "-m gpu " in commands["families"]
+        assert commands["families"].endswith("tests/gpu")
         assert sum(stage.limit_s for stage in found) < 3600
 
 
@@ -89,8 +91,9 @@ def test_outputs_of_tools_are_read() -> None:
     assert _pytest("x\n==== 2 failed, 31 passed, 4 skipped in 12.1s ====") == {
         "failed": 2, "passed": 31, "skipped": 4,
     }  # fmt: skip
-    found = _memcheck("1 passed in 2s\n========= ERROR SUMMARY: 0 errors")
-    assert found == {"summary": "ERROR SUMMARY: 0 errors", "passed": 1}
+    assert _memcheck("1 passed in 2s\n= ERROR SUMMARY: 0 errors") == {"errors": 0, "passed": 1}
+    assert _memcheck("= ERROR SUMMARY: 1 error\n= ERROR SUMMARY: 2 errors") == {"errors": 3}
+    assert _memcheck("no device") == {"errors": None}
     header = (
         '"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value",'
         '"Rule Name","Rule Type","Rule Description"'
