@@ -38,7 +38,7 @@ class StepConfig:
     is_fused: bool = True
     block_k: int = 0
     stages: int = 1
-    prepare_warps: int = 4
+    prepare_warps: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,16 @@ Rows = tuple[tuple[int, C], ...]
 """(least batch, configuration), ascending."""
 
 _STEP: dict[str, Rows[StepConfig]] = {
-    "default": ((1, StepConfig(64, 4)), (16, StepConfig(64, 2, is_fused=False))),
+    "default": (
+        (1, StepConfig(64, 4)),
+        (8, StepConfig(32, 1, is_fused=False)),
+        (32, StepConfig(64, 2, is_fused=False)),
+    ),
 }
 _STEP_LOG: dict[str, Rows[StepConfig]] = {
     "default": (
-        (1, StepConfig(64, 4)),
-        (8, StepConfig(32, 1, streams=True, is_fused=False)),
+        (1, StepConfig(32, 2)),
+        (8, StepConfig(32, 1, is_fused=False)),
         (32, StepConfig(128, 1, is_fused=False, block_k=8, stages=3)),
     ),
 }
