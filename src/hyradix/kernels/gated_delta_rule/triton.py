@@ -121,7 +121,7 @@ def chunked_(
     state: ``float32[slots, Hv, dk, dv]``. scratch: q, k, v, g, beta of all tokens; beta becomes
     e^G (from the chunk's start to the token), g becomes e^(G_last - G). dtype: of activations.
     """
-    config = config or chunk_config(state.device, chunks.slots.shape[0])
+    config = config or chunk_config(state.device, chunks.slots.shape[0], state.shape[2])
     is_exact = dtype == torch.float32
     solve_(chunks, scratch, config, is_exact=is_exact)
     pass_(chunks, state, scratch, config, is_exact=is_exact)
