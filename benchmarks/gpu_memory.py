@@ -62,6 +62,7 @@ def main() -> int:
         "states": (row.num_states, info.num_states - args.requests),
     }
     found: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
         "device_bytes": total,
         "beside_pools": plan.beside.total,
         "pool_bytes": info.kv_pool_bytes + info.state_pool_bytes,

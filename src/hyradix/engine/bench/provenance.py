@@ -29,10 +29,9 @@ def frame(command: Sequence[str], device: str = "", *, sources: str = "src") -> 
 
     device: as its maker calls it; empty: the CPU. sources: a change here is noted at the commit.
     """
-    is_changed = bool(_git("status", "--porcelain", "-uno", "--", "src", sources))
     return {
         "command": shlex.join(_without_outputs(command)),
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if is_changed else ""),
+        "commit": os.environ.get("HYRADIX_COMMIT") or _commit(sources),
         "date": datetime.date.today().isoformat(),
         "device": device or cpu_name(),
         "load": round(os.getloadavg()[0], 1),
@@ -65,13 +64,20 @@ def _without_outputs(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+def _commit(sources: str) -> str:
+    name = _git("rev-parse", "--short=12", "HEAD") or "unknown"
+    is_changed = bool(_git("status", "--porcelain", "-uno", "--", "src", sources))
+    return name + "+changes" * is_changed
+
+
 def _git(*arguments: str) -> str:
+    """What it prints; nothing where there is no checkout."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("HYRADIX_COMMIT", "unknown") if "rev-parse" in arguments else ""
+        return ""
     return done.stdout.strip()
 
 
