@@ -38,7 +38,7 @@ R, LOGGED = 16, 8
 BFLOAT16 = torch.bfloat16
 CHECKED = (
     None,
-    StepConfig(64, 4, 128, True),
+    StepConfig(64, 4),
     StepConfig(32, 1, is_fused=False),
     StepConfig(128, 4, is_fused=False),
     StepConfig(128, 1, is_fused=False, block_k=8, stages=3),
@@ -73,21 +73,13 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
 
 def _candidates(batch: int, *, is_log: bool) -> list[StepConfig]:
     """One launch where rows are few; where they are many, launches whose last is a pure stream."""
-    configs = [StepConfig(64, 4, 128, streams=True)]
-    streams = ((64, 2), (128, 4))
-    if batch <= 8:
-        configs += [StepConfig(*shape) for shape in ((16, 1), (32, 2), (64, 4))]
-        streams = ((32, 1),)
-    for warps in (1, 2, 4):
-        configs += [StepConfig(*s, is_fused=False, prepare_warps=warps) for s in streams]
+    shapes = ((16, 1), (32, 2), (64, 4)) if batch <= 8 else ()
+    configs = [StepConfig(*shape) for shape in shapes]
+    shapes = ((32, 1),) if batch <= 8 else ((64, 2), (128, 4))
+    configs += [StepConfig(*shape, is_fused=False) for shape in shapes]
     if is_log:
-        shapes = [(128, 8, 3, warps) for warps in (1, 2, 4)]
-        shapes += [(128, 8, 4, 2), (128, 16, 3, 2), (64, 8, 3, 2)]
-        shapes += [(32, 16, 3, 2)] if batch <= 8 else []
-        for width, block_k, stages, warps in shapes:
-            shape = width, 1, 0, False, False, block_k, stages, warps
-            configs.append(StepConfig(*shape))
-        configs.append(StepConfig(128, 1, 80, False, False, 8, 3, 2))
+        rows = ((128, 8, 3), (128, 8, 4), (128, 16, 3), (64, 8, 3))
+        configs += [StepConfig(v, 1, is_fused=False, block_k=k, stages=s) for v, k, s in rows]
     return configs
 
 

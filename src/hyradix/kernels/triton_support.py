@@ -37,20 +37,15 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 1,
-    max_registers: int = 0,
     is_chained: bool = False,
 ) -> None:
     """Start ``kernel`` with ``args`` in the order of its parameters, constants last.
 
     is_chained: the kernel's last constant is given here, see the module's invariants.
-
-    max_registers: of a thread, where more programs on a multiprocessor are worth it; 0: no limit.
     """
     if 0 in grid:
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    if max_registers:
-        options["maxnreg"] = max_registers
     if is_chained:
         can_overlap = _can_overlap(args[0].device)
         args = (*args, can_overlap)
@@ -151,20 +146,3 @@ def load32(pointer, mask):
 def store(pointer, value, mask):
     """``value`` in the type that the pointer has."""
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_state(pointer, mask, STREAMS: tl.constexpr):
-    """Float32 of a state; STREAMS: the caches need not keep it."""
-    if STREAMS:
-        return tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first")
-    return tl.load(pointer, mask=mask, other=0.0)
-
-
-@triton.jit
-def store_state(pointer, value, mask, STREAMS: tl.constexpr):
-    """The same in the other direction."""
-    if STREAMS:
-        tl.store(pointer, value, mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(pointer, value, mask=mask)

@@ -25,20 +25,17 @@ C = TypeVar("C")
 class StepConfig:
     """A recurrent step: columns of d_v of a program, and its warps.
 
-    streams: states are read, and written, as what nobody needs again soon. is_fused: one launch for
-    convolution, recurrence and norm, where a family has it; else a launch for what is ready first,
-    and the norm by the program that holds a whole head or by a third. block_k: by a log, rows of
-    d_k at a time, ``stages`` - 1 of them under way (0: all, in registers).
+    is_fused: one launch for convolution, recurrence and norm, where a family has it; else a launch
+    for what is ready first, and the norm by the program that holds a whole head or by a third.
+    block_k: by a log, rows of d_k at a time, ``stages`` - 1 of them under way (0: all, in
+    registers).
     """
 
     block_v: int
     num_warps: int = 1
-    max_registers: int = 0
-    streams: bool = False
     is_fused: bool = True
     block_k: int = 0
     stages: int = 1
-    prepare_warps: int = 2
 
 
 @dataclass(frozen=True, slots=True)

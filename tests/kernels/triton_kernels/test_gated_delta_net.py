@@ -23,7 +23,7 @@ from tests.kernels.triton_kernels.cases import (
 SHAPES = [MixerShape(2, 4, 8, 16), MixerShape(1, 3, 5, 7, 3)]
 CONFIGS = [
     StepConfig(4),
-    StepConfig(16, 2, streams=True),
+    StepConfig(16, 2),
     StepConfig(4, is_fused=False),
     StepConfig(16, is_fused=False),
     StepConfig(16, is_fused=False, block_k=2, stages=3),

@@ -38,10 +38,8 @@ from hyradix.kernels.triton_support import (
     issue_loads,
     launch,
     load32,
-    load_state,
     power_of_two,
     store,
-    store_state,
     two_sums,
     wait_for_previous,
 )
@@ -86,8 +84,8 @@ def step_(
         weights.norm, weights.eps, slots, conv_state, state, scratch.o, scratch.counters,
         out, out.stride(0),
         conv_state.shape[2], weights.num_k_heads, ratio, dk, dv, conv_state.shape[1] + 1,
-        power_of_two(dk), block_v, power_of_two(dv), blocks, config.streams,
-        num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
+        power_of_two(dk), block_v, power_of_two(dv), blocks,
+        num_warps=config.num_warps, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -98,7 +96,7 @@ def _step_kernel(
     o, counters, out, out_stride,
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BDV: tl.constexpr,
-    BLOCKS: tl.constexpr, STREAMS: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HV: tl.constexpr = HK * RATIO
     block = tl.program_id(0) % BLOCKS
@@ -111,7 +109,7 @@ def _step_kernel(
     v_column = v_head * DV + column
     out += row * out_stride
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
-    base = load_state(state, in_k[:, None] & in_v[None, :] & (slot != 0), STREAMS)
+    base = load32(state, in_k[:, None] & in_v[None, :] & (slot != 0))
     issue_loads()
     wait_for_previous(CHAINED)
     if slot == 0:
@@ -141,7 +139,7 @@ def _step_kernel(
         o += row * (HV * DV)
         tl.store(o + v_column, value, mask=in_v)
         last = is_last(counter, RATIO * BLOCKS)
-    store_state(state, new, in_k[:, None] & in_v[None, :], STREAMS)
+    store(state, new, in_k[:, None] & in_v[None, :])
     if last:
         if BLOCKS > 1:
             norm_heads(o, x, norm, eps, out, head, CHANNELS, RATIO, DV, BDV)

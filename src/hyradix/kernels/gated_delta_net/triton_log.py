@@ -39,7 +39,6 @@ from hyradix.kernels.triton_support import (
     issue_loads,
     launch,
     load32,
-    load_state,
     power_of_two,
     store,
     two_sums,
@@ -95,8 +94,8 @@ def log_step_(
         log.conv, log.conv.stride(0), scratch.o, scratch.counters, out, out.stride(0),
         conv_state.shape[2], weights.num_k_heads, ratio, dk, dv, conv_state.shape[1] + 1,
         log.num_log_rows, log.first_node - log.num_log_rows, power_of_two(dk), block_v,
-        power_of_two(dv), power_of_two(log.num_log_rows), blocks, config.streams,
-        num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
+        power_of_two(dv), power_of_two(log.num_log_rows), blocks,
+        num_warps=config.num_warps, is_chained=True,
     )  # fmt: skip
     return out
 
@@ -109,7 +108,7 @@ def _log_step_kernel(
     CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, FIRST_ROW: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BDV: tl.constexpr, BR: tl.constexpr,
-    BLOCKS: tl.constexpr, STREAMS: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HV: tl.constexpr = HK * RATIO
     block = tl.program_id(0) % BLOCKS
@@ -125,7 +124,7 @@ def _log_step_kernel(
     v_column = v_head * DV + column
     out += row * out_stride
     state += ((slot * HV + v_head) * DK + d[:, None]) * DV + column[None, :]
-    base = load_state(state, in_k[:, None] & in_v[None, :] & (slot != 0), STREAMS)
+    base = load32(state, in_k[:, None] & in_v[None, :] & (slot != 0))
     issue_loads()
     log_k += log_row * k_stride + head * DK + d
     log_u += log_row * u_stride + v_column

@@ -75,7 +75,7 @@ def prepared_step_(
         conv_state.shape[1] + 1, log.num_log_rows if is_log else 0,
         log.first_node - log.num_log_rows if is_log else 0, power_of_two(dk), power_of_two(dv),
         power_of_two(ratio), is_log,
-        num_warps=config.prepare_warps, is_chained=True,
+        num_warps=2, is_chained=True,
     )  # fmt: skip
     z = projected[:, channels : channels + num_v_heads * dv]
     holds_head = config.block_v >= dv

@@ -30,9 +30,8 @@ from hyradix.kernels.triton_support import (
     issue_loads,
     launch,
     load32,
-    load_state,
     power_of_two,
-    store_state,
+    store,
 )
 from hyradix.kernels.triton_table import StepConfig, step_config
 
@@ -127,8 +126,7 @@ def _launch(
         arrays[2], arrays[2].stride(0), out,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, g.shape[2], num_rows, power_of_two(dk),
         block_v, power_of_two(num_rows), blocks, rule.has_delta, log is not None,
-        config.streams,
-        num_warps=config.num_warps, max_registers=config.max_registers,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return out
 
@@ -139,7 +137,7 @@ def _step_kernel(
     state, log_k, k_stride, log_u, u_stride, log_g, g_stride, out,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
-    HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr, STREAMS: tl.constexpr,
+    HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr,
 ):  # fmt: skip
     """DG: 1, or DK where each channel of k decays by itself."""
     HK: tl.constexpr = HV // RATIO
@@ -155,7 +153,7 @@ def _step_kernel(
         return
     place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
     inside = in_k[:, None] & in_v[None, :]
-    base = load_state(place, inside, STREAMS)  # all else is done while it comes
+    base = load32(place, inside)  # all else is done while it comes
     issue_loads()
     dg = d if DG > 1 else d * 0
     q = load32(all_q + token * q_token + head // RATIO * DK + d, in_k)
@@ -205,5 +203,5 @@ def _step_kernel(
             u -= beta * tl.sum(decayed * k[:, None], 0)
         new = decayed + k[:, None] * u[None, :]
         o = tl.sum(new * q[:, None], 0)
-        store_state(place, new, inside, STREAMS)
+        store(place, new, inside)
     tl.store(o_place, o.to(out.dtype.element_ty), mask=in_v)

@@ -33,11 +33,9 @@ from hyradix.kernels.triton_support import (
     issue_loads,
     launch,
     load32,
-    load_state,
     power_of_two,
     silu,
     store,
-    store_state,
     two_sums,
     wait_for_previous,
 )
@@ -117,8 +115,7 @@ def stream_(
         out if norm is None else norm.weight, 0.0 if norm is None else norm.eps,
         num_v_heads, num_v_heads // x.k.shape[1], dk, dv, log.num_log_rows if is_log else 0,
         power_of_two(dk), block_k, block_v, blocks, has_delta, is_log, is_read, norm is not None,
-        config.streams, config.stages,
-        num_warps=config.num_warps, max_registers=config.max_registers, is_chained=True,
+        config.stages, num_warps=config.num_warps, is_chained=True,
     )  # fmt: skip
 
 
@@ -129,7 +126,7 @@ def _stream_kernel(
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     ALL_K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    STREAMS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A block of the state's columns in registers."""
     head = tl.program_id(0) // BLOCKS % HV
@@ -141,7 +138,7 @@ def _stream_kernel(
     row, count = tl.load(rows + token).to(tl.int64), tl.load(num_log_rows + token)
     place = state + ((slot * HV + head) * DK + d[:, None]) * DV + column[None, :]
     inside = in_k[:, None] & in_v[None, :] & (slot != 0)
-    base = load_state(place, inside, STREAMS)
+    base = load32(place, inside)
     issue_loads()
     wait_for_previous(CHAINED)
     if slot == 0:
@@ -173,7 +170,7 @@ def _stream_kernel(
     if IS_LOG:
         tl.store(log_u + count * (HV * DV), u, mask=in_v & (count < R))
     else:
-        store_state(place, base * decay + k[:, None] * u[None, :], inside, STREAMS)
+        store(place, base * decay + k[:, None] * u[None, :], inside)
     if HAS_NORM:
         o *= scale * silu(gate) / tl.sqrt(tl.sum(o * o, 0) / DV + eps)
     store(out, o, in_v)
@@ -186,7 +183,7 @@ def _stream_rows_kernel(
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     ALL_K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_DELTA: tl.constexpr, IS_LOG: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    STREAMS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """By a log: BK rows of d_k after the other, STAGES - 1 of them under way in shared memory."""
     head = tl.program_id(0) // BLOCKS % HV
@@ -225,7 +222,7 @@ def _stream_rows_kernel(
         v -= rows_k
     for first in tl.range(0, DK, BK, num_stages=STAGES):
         in_k = first + i < DK
-        base = load_state(place + first * DV, in_k[:, None] & in_v[None, :], STREAMS)
+        base = load32(place + first * DV, in_k[:, None] & in_v[None, :])
         read_k += tl.sum(base * load32(all_k + first + i, in_k)[:, None], 0)
         read_q += tl.sum(base * load32(all_q + first + i, in_k)[:, None], 0)
     u = beta * (v - decay * read_k) if HAS_DELTA else beta * v
