@@ -204,4 +204,6 @@ def _bench_torch(product: Product, batch: int, device: torch.device) -> Bench:
 
     flops = 2 * batch * product.weight_rows * product.size
     name = f"product, {product.name}"
-    return Bench(name, batch, _bytes(product, batch), build, flops, "torch, nothing fused")
+    return Bench(
+        name, batch, _bytes(product, batch), build, flops, "torch, nothing fused", config="torch"
+    )
