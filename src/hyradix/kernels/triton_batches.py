@@ -5,7 +5,8 @@ layers, weights.
 
 Invariants:
 - A form is made once a step: the last of each kind is remembered by the identity of its source.
-- All is copied: the host may change its own while the device works.
+- All is copied: the host may change its own while the device works. A copy in the middle of a layer
+  stands between two launches, which therefore never overlap (``triton_support.py``).
 Read next: ``device_forms.py``, ``triton_tokens.py``, ``triton_ops.py`` (the caller).
 """
 

@@ -116,8 +116,8 @@ class Launches:
             return None
         special = self._special(given)
         types = tuple(map(type, special))
-        if torch.Tensor in types:  # where the first launch had none: not to be held here
-            return None
+        if any(issubclass(x, torch.Tensor) for x in types):
+            return None  # the first launch had none there: it is not to be held here
         key = [
             self._driver.get_current_device(),
             special,
@@ -133,7 +133,7 @@ class Launches:
             tensor = given[i]
             if not isinstance(tensor, torch.Tensor):
                 return None
-            key.append(tensor.dtype)
+            key += (tensor.dtype, tensor.is_cuda)  # Triton refuses one on the host
             given[i] = address = tensor.data_ptr()
             if address & 15:
                 key.append(i)

@@ -97,6 +97,7 @@ def stream_(
     num_tokens, (_, num_v_heads, dk, dv) = slots.shape[0], state.shape
     assert state.is_contiguous()
     assert out.stride(1) == 1
+    assert has_delta or not has_rows
     is_log = log is not None
     block_v = min(config.block_v, power_of_two(dv))
     blocks = ceil_div(dv, block_v)
