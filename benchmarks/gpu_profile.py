@@ -29,7 +29,7 @@ def profile(driver: Driver, batch: int, prompt: int, steps: int) -> dict[str, An
     """Microseconds a step by kernel, over ``steps`` steps that decode ``batch`` rows."""
     engine = driver.engine
     for _ in range(batch):
-        engine.add(driver._request(driver.ids(prompt), 2 * steps + 24, ()))
+        engine.add(driver.request(driver.ids(prompt), 2 * steps + 24, ()))
     full = 0
     while full < 16:
         full += len([x for x in engine.step() if x.token_ids]) == batch

@@ -68,6 +68,7 @@ class Engine:
         self.scheduler = Scheduler(config, self, costs=costs)
         self._config = config
         self.runner = runner
+        """The data plane; benches look at its stream, tests at its pools."""
         self._tokenizer = tokenizer
         self._replies: dict[str, _Reply] = {}
         self._outbox: list[RequestOutput] = []

@@ -143,7 +143,7 @@ class Driver:
         engine, clock = self.engine, time.perf_counter
         started = clock()
         for prompt in prompts:
-            refusal = engine.add(self._request(prompt, max_tokens, boundaries))
+            refusal = engine.add(self.request(prompt, max_tokens, boundaries))
             if refusal is not None:
                 raise ConfigError(f"a request of the bench was refused: {refusal.error}")
         steps: list[Step] = []
@@ -168,9 +168,10 @@ class Driver:
             raise ConfigError(f"requests of the bench failed: {failed[:1]}")
         return Run(steps, outputs)
 
-    def _request(
+    def request(
         self, prompt: np.ndarray, max_tokens: int, boundaries: tuple[Boundary, ...]
     ) -> Request:
+        """Greedy, to its full length."""
         return Request(
             request_id=f"bench-{next(self._count)}",
             prompt_token_ids=prompt.astype("<i4").tobytes(),
