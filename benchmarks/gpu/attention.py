@@ -18,6 +18,12 @@ from hyradix.kernels.attention.triton import (
     query_blocks,
     tokens_per_block,
 )
+from hyradix.kernels.attention.triton_gather import (
+    DeviceKeys,
+    KeyScratch,
+    gather,
+    key_layout,
+)
 from hyradix.kernels.attention.triton_write import write_kv
 from hyradix.kernels.rms_norm.reference import rms_norm
 from hyradix.kernels.rotary.reference import apply_rotary, rotary_table
@@ -54,7 +60,7 @@ CHECKED = (B4, LATENT, Heads(6, 2, 80, 80), Heads(5, 5, 64, 64), Heads(32, 8, 12
 
 def checks(device: torch.device) -> Iterator[Check]:
     chain, bush = list(range(-1, 7)), [-1, 0, 0, 1, 2, 4, 4, 0, 3, 3, 8]
-    rows = {
+    rows: dict[str, tuple[list[int], list[int], list[list[int]] | None]] = {
         "decode": ([700, 63, 0, 64], [1, 1, 1, 1], None),
         "trees": ([333, 0], [8, 11], [chain, bush]),
         "prefill": ([0, 130, 17], [150, 40, 1], None),
@@ -66,6 +72,12 @@ def checks(device: torch.device) -> Iterator[Check]:
                 heads.is_latent,
             )  # fmt: skip
             yield _check(f"{kind}, {heads}", case, kind != "prefill", device)
+        if not heads.is_latent:
+            case = AttentionCase(
+                heads.q, heads.kv, heads.dim, heads.v_dim, [0, 130, 17], [150, 40, 1], None,
+                BFLOAT16,
+            )  # fmt: skip
+            yield _check(f"copied keys, {heads}", case, False, device, is_gathered=True)
     yield from _check_write(device)
 
 
@@ -86,9 +98,11 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     prefill: list[AttendConfig | None] = [None]
     if tune:
         prefill += [AttendConfig(64, 64, 1, 4, 2), AttendConfig(128, 32, 1, 8, 3)]
-    for config in prefill:
-        yield _bench("prefill 8k", B4, 1, 0, 8_192, config, device)
-        yield _bench("prefill 512 of 16k", B4, 1, 15_500, 512, config, device)
+    for start, count in ((0, 8_192), (8_192, 8_192), (15_500, 512)):
+        name = f"prefill {count} of {start + count}"
+        for config in prefill:
+            yield _bench(name, B4, 1, start, count, config, device, is_gathered=True)
+            yield _bench(f"{name} by slots", B4, 1, start, count, config, device)
 
 
 def _decode_candidates(
@@ -103,24 +117,29 @@ def _decode_candidates(
     return [AttendConfig(16, n, s, w, stages) for n, w, stages in shapes for s in sorted(parts)]
 
 
-def _config(heads: Heads, rows: int, count: int, device: torch.device) -> tuple[AttendConfig, int]:
+def _config(
+    heads: Heads, rows: int, count: int, device: torch.device, *, is_gathered: bool = False
+) -> tuple[AttendConfig, int]:
     """The table's choice, and tokens of a block."""
     group = heads.q // heads.kv
     in_block = group * min(count, 64)
     counts = np.full(rows, count, np.int32)
     config = attend_config(
         device, rows=in_block, programs=num_programs(counts, group, heads.kv),
-        dim=heads.dim, itemsize=2,
+        dim=heads.dim, itemsize=2, is_gathered=is_gathered,
     )  # fmt: skip
     return config, tokens_per_block(config, group)
 
 
-def _check(name: str, case: AttentionCase, can_split: bool, device: torch.device) -> Check:
+def _check(
+    name: str, case: AttentionCase, can_split: bool, device: torch.device, *,
+    is_gathered: bool = False,
+) -> Check:  # fmt: skip
     group = case.heads // case.kv_heads
     rows = group * (min(case.counts) if can_split else 256)
     config = attend_config(
         device, rows=rows, programs=len(case.starts) * case.kv_heads, dim=case.dim,
-        itemsize=2,
+        itemsize=2, is_gathered=is_gathered,
     )  # fmt: skip
     total = sum(case.counts)
     scratch = AttendScratch(64 * total, case.heads, case.v_dim, device)
@@ -128,10 +147,14 @@ def _check(name: str, case: AttentionCase, can_split: bool, device: torch.device
     out = torch.full((total, case.heads * case.v_dim), NAN, dtype=BFLOAT16, device=device)
     k = case.k.to(device)
     v = k[..., : case.v_dim] if case.is_latent else case.v.to(device)
-    scale = case.dim**-0.5
+    scale, queries, places = case.dim**-0.5, case.queries(config, device), None
+    if is_gathered:
+        keys, room = case.keys(device)
+        k, v = gather(queries, keys, k, v, room)
+        places = keys.offsets
     attend(
-        case.q.to(device), case.queries(config, device), k, v, scale, config, scratch, out,
-        gate=case.gate.to(device), is_view=case.is_latent,
+        case.q.to(device), queries, k, v, scale, config, scratch, out, gate=case.gate.to(device),
+        is_view=case.is_latent, places=places,
     )  # fmt: skip
     return Check(name, error(out, case.expected(scale, has_gate=True)), 1e-2)
 
@@ -173,9 +196,9 @@ def _check_write(device: torch.device) -> Iterator[Check]:
 
 def _bench(
     name: str, heads: Heads, batch: int, start: int, count: int, config: AttendConfig | None,
-    device: torch.device,
+    device: torch.device, *, is_gathered: bool = False,
 ) -> Bench:  # fmt: skip
-    chosen, tokens = _config(heads, batch, count, device)
+    chosen, tokens = _config(heads, batch, count, device, is_gathered=is_gathered)
     if config is not None:
         chosen, tokens = config, tokens_per_block(config, heads.q // heads.kv)
     columns, total = start + count, batch * count
@@ -190,23 +213,31 @@ def _bench(
             torch.from_numpy(cu).to(device),
             torch.arange(batch, dtype=torch.int32).to(device),
             torch.full((batch,), start, dtype=torch.int32).to(device),
-            torch.from_numpy(query_blocks(cu, tokens)).to(device),
+            torch.from_numpy(query_blocks(cu, np.full(batch, start, np.int32), tokens)).to(device),
             order.reshape(batch, columns).to(device),
             path.to(device) if is_tree else None,
         )
         scratch = AttendScratch(chosen.splits * total, heads.q, heads.v_dim, device)
         out = torch.empty(total, heads.q * heads.v_dim, dtype=BFLOAT16, device=device)
         gate = torch.randn_like(out)
+        layout = key_layout(np.full(batch, columns, np.int32))
+        keys = DeviceKeys(*(torch.from_numpy(x).to(device) for x in layout))
+        room = KeyScratch(batch * columns * is_gathered, heads.kv, heads.dim, BFLOAT16, device)
 
         def call() -> Call:
             shape = (slots, heads.kv, heads.dim)
             k = torch.randn(*shape, device=device, dtype=BFLOAT16)
             v = k[..., : heads.v_dim] if heads.is_latent else torch.randn_like(k)
             q = torch.randn(total, heads.q, heads.dim, device=device, dtype=BFLOAT16)
-            scale = heads.dim**-0.5
-            return lambda: attend(
-                q, queries, k, v, scale, chosen, scratch, out, gate=gate, is_view=heads.is_latent
-            )
+            arguments = heads.dim**-0.5, chosen, scratch, out
+
+            def gathered() -> None:
+                copied = gather(queries, keys, k, v, room)
+                attend(q, queries, *copied, *arguments, gate=gate, places=keys.offsets)
+
+            if is_gathered:
+                return gathered
+            return lambda: attend(q, queries, k, v, *arguments, gate=gate, is_view=heads.is_latent)
 
         return [call() for _ in range(sets)]
 

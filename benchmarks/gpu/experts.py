@@ -283,7 +283,7 @@ def _tokens(
     own = np.arange(cu[-1]) - np.repeat(cu[:-1], counts)
     positions = torch.from_numpy((own + np.repeat(starts, counts)).astype(np.int32))
     slots = table[torch.from_numpy(np.repeat(np.arange(rows), counts)), positions.long()]
-    blocks = query_blocks(cu, tokens_per_block(config, 32))
+    blocks = query_blocks(cu, np.array(starts, np.int32), tokens_per_block(config, 32))
     queries = DeviceQueries(
         torch.from_numpy(cu).to(device), torch.arange(rows, dtype=torch.int32).to(device),
         torch.tensor(starts, dtype=torch.int32).to(device), torch.from_numpy(blocks).to(device),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hyradix.device_bytes import GATHERED_KEYS
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.triton import (
     DeviceQueries,
@@ -19,6 +20,7 @@ from hyradix.kernels.attention.triton import (
     query_blocks,
     tokens_per_block,
 )
+from hyradix.kernels.attention.triton_gather import DeviceKeys, gathers, key_layout
 from hyradix.kernels.device_forms import (
     DeviceRoots,
     DeviceRows,
@@ -43,7 +45,7 @@ LOG_ROWS = 16
 ROWS = 264
 WIDTH = 2_048
 DECODES = (1, 2, 3, 8, 16, 17, 24, 64, 80, 256)
-PREFILLS = (2, 16, 17, 64, 65, 300)
+PREFILLS = (2, 16, 17, 64, 65, 300, 5_000)
 NODES = (2, 4, 8, 16, 32, 64)
 
 
@@ -92,6 +94,7 @@ class FormMaker:
         for count in PREFILLS:
             yield self._device_step([count], 0, None)
             yield self._device_step([count, 70], 3, None)
+            yield self._device_step([count], 0, None, GATHERED_KEYS)
             yield self._device_step([count], 1, roots)
             yield self._host_step([count, 1, 9, 1])
         for nodes in NODES:
@@ -106,14 +109,14 @@ class FormMaker:
         return self._numbers(np.zeros(count))
 
     def _device_step(
-        self, prefill: list[int], decodes: int, log: DraftBuffers | None
+        self, prefill: list[int], decodes: int, log: DraftBuffers | None, start: int = 5
     ) -> tuple[Any, ForwardContext]:
         states, singles, roots = None, None, None
         first, parts = sum(prefill), []
         total = first + decodes
         if prefill:
             states = DeviceStates.of(_states(prefill), self._ops.device)
-            parts.append(self._part(prefill, 0, 0))
+            parts.append(self._part(prefill, 0, 0, start))
         if decodes:
             parts.append(self._part([1] * decodes, len(prefill), first))
         tokens = DeviceTokens(self._ids(total), self._ids(total), tuple(parts))
@@ -126,21 +129,30 @@ class FormMaker:
         forms: Any = DeviceRows(states, singles), tokens, self._memory, roots, layers
         return self._ids(total), ForwardContext(*forms)
 
-    def _part(self, counts: list[int], first_row: int, first: int) -> Part:
+    def _part(self, counts: list[int], first_row: int, first: int, start: int = 5) -> Part:
         """Rows that attend together, as the runner has them; their tokens stand from ``first``."""
         longest, config, cu = max(counts), self._config, _offsets(counts)
         group = config.num_heads // config.num_kv_heads
+        num_keys = np.array(counts, np.int32) + np.int32(start)
+        is_gathered = config.latent is None and gathers(
+            np.array(counts), num_keys, group, dim=config.head_dim,
+            itemsize=self._ops.dtype.itemsize,
+        )  # fmt: skip
         attend = attend_config(
             self._ops.device, rows=longest * group,
             programs=num_programs(np.array(counts), group, config.num_kv_heads),
-            dim=config.head_dim, itemsize=self._ops.dtype.itemsize,
+            dim=config.head_dim, itemsize=self._ops.dtype.itemsize, is_gathered=is_gathered,
         )  # fmt: skip
-        blocks = query_blocks(cu, tokens_per_block(attend, group))
+        starts = np.full(len(counts), start, np.int32)
+        blocks = query_blocks(cu, starts, tokens_per_block(attend, group))
+        keys = None
+        if is_gathered:
+            keys = DeviceKeys(*(self._numbers(x) for x in key_layout(num_keys)))
         queries = DeviceQueries(
             self._numbers(cu), self._numbers(np.arange(len(counts)) + first_row),
-            self._numbers([5] * len(counts)), self._numbers(blocks), self._kv_table,
+            self._numbers(starts), self._numbers(blocks), self._kv_table,
         )  # fmt: skip
-        return Part(slice(first, first + sum(counts)), queries, attend)
+        return Part(slice(first, first + sum(counts)), queries, attend, keys)
 
     def _host_step(self, counts: list[int]) -> tuple[Any, ForwardContext]:
         """As the synchronous runner runs rows that prefill and decode."""

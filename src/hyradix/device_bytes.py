@@ -31,6 +31,8 @@ CHUNK = 64
 LEAST_PARTS = 1024
 """(token, split) pairs that attention has scratch for, at least: more than rows of one token each
 make, whatever their number (a test asserts it)."""
+GATHERED_KEYS = 32_768
+"""Keys of one step that attention of long chunks may have copied to one place."""
 PRODUCT_PARTS = 1 << 20
 """Numbers of the parts of split products (and a counter for each 256)."""
 EXPERT_TOKENS = 4096
@@ -45,8 +47,9 @@ DRAW_BYTES = 64
 class ForwardShape:
     """What one token is inside a forward.
 
-    widest: numbers that a layer's parts hold at once beside the residual and its norm: inputs of a
-    mixer and its output, or an MLP's. expert_numbers, latent_numbers: in the scratch of experts and
+    key_heads: KV heads of ``v_dim`` numbers; 0: attention is to latent rows. widest: numbers that a
+    layer's parts hold at once beside the residual and its norm: inputs of a mixer and its output,
+    or an MLP's. expert_numbers, latent_numbers: in the scratch of experts and
     of latent attention.
     """
 
@@ -54,6 +57,7 @@ class ForwardShape:
     vocab_size: int
     num_heads: int
     v_dim: int
+    key_heads: int
     widest: int
     expert_numbers: int = 0
     latent_numbers: int = 0
@@ -131,9 +135,17 @@ def scratch_bytes(
     parts = max(step.max_requests, LEAST_PARTS) * forward.num_heads * (forward.v_dim + 1)
     activations = min(step.max_tokens, EXPERT_TOKENS) * forward.expert_numbers
     activations += step.max_tokens * forward.latent_numbers
+    keys = gathered_keys(forward.v_dim, element_bytes)
+    activations += 2 * keys * forward.key_heads * forward.v_dim
     numbers = step.max_tokens * by_token + step.max_requests * by_row + parts
     numbers += PRODUCT_PARTS + PRODUCT_PARTS // 256
     return 4 * numbers + element_bytes * activations
+
+
+def gathered_keys(dim: int, itemsize: int) -> int:
+    """Keys of one step that long chunks may have copied to one place before they attend: none where
+    tiles of heads of ``dim`` numbers of ``itemsize`` bytes are too large for that."""
+    return GATHERED_KEYS if dim <= 256 and (itemsize <= 2 or dim <= 64) else 0
 
 
 def table_bytes(forward: ForwardShape, step: StepSize) -> int:

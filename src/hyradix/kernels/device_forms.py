@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hyradix.kernels.attention.triton import DeviceQueries
+from hyradix.kernels.attention.triton_gather import DeviceKeys
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.gated_delta_rule.triton import Chunks, chunk_table
 from hyradix.kernels.memory import upload
@@ -99,12 +100,13 @@ class Part:
     """Consecutive tokens that attend in one launch.
 
     tokens: where they stand in the step; ``queries`` counts them from 0, and its blocks were made
-    for ``config``.
+    for ``config``. keys: those that are copied to one place first.
     """
 
     tokens: slice
     queries: DeviceQueries
     config: AttendConfig
+    keys: DeviceKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Attention of the Triton backend, to keys and values or to latent rows.
 
-Owns: which tokens attend in one launch, scratch for long rows. Does not know: layers, who owns a
-slot.
+Owns: which tokens attend in one launch, scratch for long rows and for copied keys. Does not know:
+layers, who owns a slot.
 
 Invariant: what a token sees is what ``attention/queries.py`` says; pools that are read-only are
 only read.
@@ -14,10 +14,12 @@ from dataclasses import replace
 
 import torch
 
+from hyradix.device_bytes import gathered_keys
 from hyradix.kernels.attention import triton as attention_kernels
 from hyradix.kernels.attention.queries import RaggedQueries
 from hyradix.kernels.attention.reference import AttentionWeights, check_short
 from hyradix.kernels.attention.triton import AttendScratch
+from hyradix.kernels.attention.triton_gather import KeyScratch, gather
 from hyradix.kernels.attention.triton_write import write_kv
 from hyradix.kernels.device_forms import DeviceTokens
 from hyradix.kernels.memory import ReadOnly, moved
@@ -43,6 +45,10 @@ class AttentionOps(DenseOps):
     def pack_attention(self, weights: AttentionWeights) -> AttentionWeights:
         sizes = (weights.num_heads, weights.head_dim)
         self._scratch.declare(AttendScratch, *sizes, by_row=True, least=LEAST_PARTS)
+        keys = gathered_keys(weights.head_dim, self.dtype.itemsize)
+        if keys:
+            sizes = (weights.num_kv_heads, weights.head_dim)
+            self._scratch.declare(self._key_scratch, *sizes, by_row=True, least=keys)
         if self._angles is None or self._angles[0] is not weights.angles:
             self._angles = weights.angles, weights.angles.to(self.device)
         return moved(replace(weights, angles=self._angles[1]), self.device)
@@ -92,13 +98,23 @@ class AttentionOps(DenseOps):
         heads, dim = q.shape[1], v.shape[2]
         out = q.new_empty(q.shape[0], heads * dim)
         for part in forms.parts:
-            there = part.tokens
+            there, keys, values, places = part.tokens, k, v, None
+            if part.keys is not None:
+                capacity = gathered_keys(k.shape[2], k.itemsize)
+                room = self._scratch.get(self._key_scratch, capacity, *k.shape[1:])
+                keys, values = gather(part.queries, part.keys, k, v, room)
+                places = part.keys.offsets
             attention_kernels.attend(
-                q[there], part.queries, k, v, q.shape[2] ** -0.5, part.config,
+                q[there], part.queries, keys, values, q.shape[2] ** -0.5, part.config,
                 self._scratch.get(AttendScratch, LEAST_PARTS, heads, dim), out[there],
-                gate=None if gate is None else gate[there],
+                gate=None if gate is None else gate[there], places=places,
             )  # fmt: skip
         return out
+
+    def _key_scratch(
+        self, capacity: int, kv_heads: int, dim: int, device: torch.device
+    ) -> KeyScratch:
+        return KeyScratch(capacity, kv_heads, dim, self.dtype, device)
 
     def pack_latent_attention(self, weights: LatentWeights) -> DeviceLatent:
         sizes = (weights.num_heads, weights.rank, weights.num_shared)
@@ -109,7 +125,7 @@ class AttentionOps(DenseOps):
         self, projected: torch.Tensor, weights: DeviceLatent, batch: Queries, pool: torch.Tensor
     ) -> torch.Tensor:
         heads, num_tokens = weights.num_heads, projected.shape[0]
-        forms = self._batches.tokens(batch, heads, 1, weights.row_dim)
+        forms = self._batches.tokens(batch, heads, 1, weights.row_dim, is_latent=True)
         sizes = (heads, weights.rank, weights.num_shared)
         scratch = self._scratch.get(self._latent_scratch, num_tokens, *sizes)
         out = projected.new_empty(num_tokens, heads * weights.values.shape[2])

@@ -92,7 +92,13 @@ class Batches:
         return found
 
     def tokens(
-        self, batch: RaggedQueries | DeviceTokens, heads: int, kv_heads: int, dim: int
+        self,
+        batch: RaggedQueries | DeviceTokens,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        is_latent: bool = False,
     ) -> DeviceTokens:
         """What the tokens see, for layers of such a shape."""
         if isinstance(batch, DeviceTokens):
@@ -101,7 +107,13 @@ class Batches:
             (heads, kv_heads, dim),
             batch,
             lambda: host_tokens(
-                batch, heads // kv_heads, kv_heads, dim, self._itemsize, self._device
+                batch,
+                heads // kv_heads,
+                kv_heads,
+                dim,
+                self._itemsize,
+                self._device,
+                is_latent=is_latent,
             ),
         )
         return forms

@@ -195,7 +195,8 @@ _CHUNK: dict[str, Rows[ChunkConfig]] = {  # by sequences
 _NARROW_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 2, 2)}
 _MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
-_LONG = (AttendConfig(128, 64, 1, 8, 3), AttendConfig(128, 64, 1, 8, 2))
+_LONG = AttendConfig(128, 64, 1, 8, 3)
+_GATHERED = (_LONG, AttendConfig(128, 64, 1, 8, 2))  # the second: heads of over 128 numbers
 _MULTIPROCESSORS: dict[str, int] = {"default": 132, "cpu": 1}  # cpu: the interpreter, one by one
 
 
@@ -255,7 +256,13 @@ def expert_config(
 
 
 def attend_config(
-    device: torch.device, *, rows: int, programs: int, dim: int, itemsize: int
+    device: torch.device,
+    *,
+    rows: int,
+    programs: int,
+    dim: int,
+    itemsize: int,
+    is_gathered: bool = False,
 ) -> AttendConfig:
     """rows: query rows of one block before padding; programs: blocks x KV heads; dim: of a head.
 
@@ -264,7 +271,7 @@ def attend_config(
     of a number of the pools; heads of over 256 numbers take 64 query rows where it is 2. Where it
     is 4, tiles and their three tf32 parts must fit shared memory: no more than 32 query rows (so
     heads of one KV head) from 129 numbers on. Keys come by a table of slots, so one tile is on its
-    way with 3 or 4 stages, two with 5.
+    way with 3 or 4 stages, two with 5; is_gathered: they do not (``attention/triton_gather.py``).
     """
     wide, is_heavy = dim > 256, itemsize > 2 and dim > 64
     most = 32 if is_heavy and dim > 128 else 64
@@ -272,7 +279,7 @@ def attend_config(
     at_once = 1 if rows > 64 else 3 if wide else 4
     splits = _parts(at_once * _of(_MULTIPROCESSORS, device) // max(programs, 1))
     if rows > 64 and not wide and not is_heavy:
-        return replace(_LONG[dim > 128], splits=splits)
+        return replace(_GATHERED[dim > 128] if is_gathered else _LONG, splits=splits)
     block_n, warps, stages = 64 if dim <= 128 else 32, 4, 3
     if is_heavy:
         block_n, warps, stages = 32, 4 if dim <= 128 else 8, 2

@@ -24,14 +24,16 @@ from hyradix.kernels.attention.triton import (
     query_blocks,
     tokens_per_block,
 )
+from hyradix.kernels.attention.triton_gather import DeviceKeys, gathers, key_layout
 from hyradix.kernels.device_forms import DeviceTokens, Part
 from hyradix.kernels.memory import upload
 from hyradix.kernels.triton_table import attend_config
 
 
 def host_tokens(
-    batch: RaggedQueries, group: int, kv_heads: int, dim: int, itemsize: int, device: torch.device
-) -> DeviceTokens:
+    batch: RaggedQueries, group: int, kv_heads: int, dim: int, itemsize: int, device: torch.device,
+    *, is_latent: bool,
+) -> DeviceTokens:  # fmt: skip
     """For layers with ``group`` query heads to each of ``kv_heads`` heads of ``dim`` numbers."""
     counts, starts, table = np.diff(batch.cu_seqlens), batch.starts, _compact_table(batch)
     num_rows, num_trees = len(batch.rows), batch.num_trees
@@ -47,21 +49,32 @@ def host_tokens(
         begin, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
         mine, longest = counts[first:last], int(counts[first:last].max())
         is_tree = first >= num_plain
+        num_keys = starts[first:last] + mine - np.int32(batch.first)
+        is_gathered = (
+            not is_tree
+            and not is_latent
+            and gathers(mine, num_keys, group, dim=dim, itemsize=itemsize)
+        )
         config = attend_config(
             device, rows=longest * group, programs=num_programs(mine, group, kv_heads), dim=dim,
-            itemsize=itemsize,
+            itemsize=itemsize, is_gathered=is_gathered,
         )  # fmt: skip
+        keys = None
+        if is_gathered:
+            keys = DeviceKeys(*(upload(x, device) for x in key_layout(num_keys)))
         offsets = batch.cu_seqlens[first : last + 1] - np.int32(begin)
         queries = DeviceQueries(
             cu_seqlens=upload(offsets, device),
             rows=upload(np.arange(first, last, dtype=np.int32), device),
             starts=upload(starts[first:last], device),
-            blocks=upload(query_blocks(offsets, tokens_per_block(config, group)), device),
+            blocks=upload(
+                query_blocks(offsets, starts[first:last], tokens_per_block(config, group)), device
+            ),
             kv_table=on_device,
             ancestors=upload(_ancestors(batch, mine), device) if is_tree else None,
             first=batch.first,
         )
-        parts.append(Part(slice(begin, end), queries, config))
+        parts.append(Part(slice(begin, end), queries, config, keys))
     return DeviceTokens(
         upload(batch.positions, device), upload(batch.write_slots, device), tuple(parts)
     )

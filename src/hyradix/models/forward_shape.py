@@ -22,6 +22,7 @@ def forward_shape(config: ModelConfig) -> ForwardShape:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_heads=config.num_heads,
+        key_heads=0 if latent is not None else config.num_kv_heads,
         v_dim=latent.rank if latent is not None else config.head_dim,
         widest=max(_attention(config), _recurrent(config), _mlp(config)),
         expert_numbers=expert_numbers,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyradix.kernels.attention.triton import query_blocks
+from hyradix.kernels.attention.triton_gather import key_layout
 from hyradix.kernels.gated_delta_rule.triton import chunk_table
 from hyradix.request import (
     BoolArray,
@@ -70,6 +71,12 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         """Tokens of the rows that do not."""
         return int(self.cu_tokens[self.num_prefill])
+
+    @property
+    def prefill_counts(self) -> Int32Array:
+        """Tokens of each of them."""
+        counts: Int32Array = np.diff(self.cu_tokens[: self.num_prefill + 1])
+        return counts
 
     @property
     def sampling_rows(self) -> Int32Array:
@@ -175,10 +182,11 @@ class Planner:
             next_at=self._tables.token_at(sampled, ends),
         )
 
-    def lay_out_prefill(self, plan: StepPlan, tokens_per_block: int) -> None:
-        """The same of its rows that prefill: arguments of ``DeviceStates`` and ``DeviceQueries``.
+    def lay_out_prefill(self, plan: StepPlan, tokens_per_block: int, *, gathers_keys: bool) -> None:
+        """The same of its rows that prefill: arguments of ``DeviceStates``, ``DeviceQueries`` and
+        ``DeviceKeys``.
 
-        tokens_per_block: of attention.
+        tokens_per_block: of attention. gathers_keys: it reads them from one place.
         """
         number = plan.num_prefill
         index, cu_seqlens = plan.order[:number], plan.cu_tokens[: number + 1].copy()
@@ -190,7 +198,7 @@ class Planner:
             seq_cu=cu_seqlens,
             seq_rows=rows,
             seq_starts=starts,
-            seq_blocks=query_blocks(cu_seqlens, tokens_per_block),
+            seq_blocks=query_blocks(cu_seqlens, starts, tokens_per_block),
             seq_of=np.repeat(np.arange(number, dtype=np.int32), counts),
             seq_save_offsets=offsets,
             seq_save_at=save_at,
@@ -199,6 +207,9 @@ class Planner:
             seq_chunk_offsets=chunk_offsets,
             seq_slots=plan.batch.state_slots[index].astype(np.int32),
         )
+        if gathers_keys:
+            blocks, key_offsets = key_layout(starts + counts)
+            plan.arrays.update(key_blocks=blocks, key_offsets=key_offsets)
 
 
 def slot_moves(ops: tuple[StateOp, ...]) -> tuple[Int32Array, Int32Array]:

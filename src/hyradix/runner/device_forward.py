@@ -22,6 +22,7 @@ import torch
 from hyradix.config import EngineConfig
 from hyradix.kernels.argmax.triton import best_of
 from hyradix.kernels.attention.triton import DeviceQueries, num_programs, tokens_per_block
+from hyradix.kernels.attention.triton_gather import DeviceKeys, gathers
 from hyradix.kernels.device_forms import (
     DeviceRoots,
     DeviceRows,
@@ -69,7 +70,7 @@ class DeviceForward:
         self.logits = torch.zeros(max_rows, model.config.vocab_size, device=device)
         self.found = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
-    def _attend_config(self, counts: Int32Array) -> AttendConfig:
+    def _attend_config(self, counts: Int32Array, *, is_gathered: bool = False) -> AttendConfig:
         """Of rows with so many tokens that attend in one launch."""
         config = self._model.config
         return attend_config(
@@ -78,6 +79,7 @@ class DeviceForward:
             programs=num_programs(counts, self._group, config.num_kv_heads),
             dim=config.head_dim,
             itemsize=self._model.ops.dtype.itemsize,
+            is_gathered=is_gathered,
         )
 
     # ---- steps of decodes -----------------------------------------------------------------------
@@ -115,11 +117,18 @@ class DeviceForward:
         """What ``mixed`` needs goes into ``plan.arrays``."""
         planner.lay_out(plan)
         if plan.num_prefill:
-            tokens = tokens_per_block(self._prefill_config(plan), self._group)
-            planner.lay_out_prefill(plan, tokens)
+            gathers_keys = self._gathers_keys(plan)
+            config = self._attend_config(plan.prefill_counts, is_gathered=gathers_keys)
+            tokens = tokens_per_block(config, self._group)
+            planner.lay_out_prefill(plan, tokens, gathers_keys=gathers_keys)
 
-    def _prefill_config(self, plan: StepPlan) -> AttendConfig:
-        return self._attend_config(np.diff(plan.cu_tokens[: plan.num_prefill + 1]))
+    def _gathers_keys(self, plan: StepPlan) -> bool:
+        config, counts = self._model.config, plan.prefill_counts
+        if config.latent is not None:
+            return False
+        num_keys = plan.batch.starts[plan.order[: plan.num_prefill]] + counts
+        itemsize = self._model.ops.dtype.itemsize
+        return gathers(counts, num_keys, self._group, dim=config.head_dim, itemsize=itemsize)
 
     def mixed(self, plan: StepPlan, sent: OnDevice, columns: DecodeColumns) -> torch.Tensor:
         """Hidden states ``[T, hidden]``. columns: of exactly the rows that decode."""
@@ -141,7 +150,11 @@ class DeviceForward:
             sent["seq_blocks"],
             self._tables.kv_slots,
         )
-        return Part(slice(0, plan.num_prefill_tokens), queries, self._prefill_config(plan))
+        keys = None
+        if "key_blocks" in sent:
+            keys = DeviceKeys(sent["key_blocks"], sent["key_offsets"])
+        config = self._attend_config(plan.prefill_counts, is_gathered=keys is not None)
+        return Part(slice(0, plan.num_prefill_tokens), queries, config, keys)
 
     def _run(
         self,

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
-from hyradix.device_bytes import ladder
+from hyradix.device_bytes import GATHERED_KEYS, ladder
 from hyradix.kernels.argmax.triton import best_of
+from hyradix.kernels.attention.triton_gather import KEYS_PER_BLOCK
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, PromptLogprobs, TokenLogprobs
 from hyradix.runner.decode_form import DecodeForm
@@ -87,7 +88,9 @@ class Launcher:
             self.log = DeviceLog(model, config, self.pools.states)
         form = DecodeForm(max_rows, self.tables.sink_row, self.tables.sink_at)
         self._form = form
-        self._staging = Staging(device, len(form.numbers), 8 * max_tokens + 64 * max_rows)
+        key_blocks = 2 * GATHERED_KEYS // KEYS_PER_BLOCK
+        num_extra = 8 * max_tokens + 64 * max_rows + key_blocks
+        self._staging = Staging(device, len(form.numbers), num_extra)
         self._results = Results(device, max_rows)
         static = self._staging.static
         self._columns = [form.columns(static, size) for size in range(max_rows + 1)]

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from hyradix.config import EngineConfig
+from hyradix.device_bytes import GATHERED_KEYS
 from hyradix.request import (
     SINK,
     Int32Array,
@@ -70,6 +71,16 @@ def _batches(config: EngineConfig, sizes: tuple[int, ...]) -> Iterator[Scheduled
     if len(sizes) > 1:
         counts = _split(config.max_prefill_tokens, config)
         yield _batch(config, counts, config.max_requests - len(counts), SAMPLINGS)
+        yield _behind_long_contexts(config)
+
+
+def _behind_long_contexts(config: EngineConfig) -> ScheduledBatch:
+    """More keys than are copied before attention, where the rows' contexts are that long."""
+    longest = config.max_context - 1
+    num_rows = min(config.max_requests, -(-(GATHERED_KEYS + 1) // longest))
+    count = max(1, min(config.max_prefill_tokens or GATHERED_KEYS, longest) // num_rows)
+    start = min(longest - count, GATHERED_KEYS)
+    return _batch(config, [count] * num_rows, 0, SAMPLINGS[:1], start)
 
 
 def _split(num_tokens: int, config: EngineConfig) -> list[int]:
@@ -86,12 +97,13 @@ def _batch(
     counts: list[int],
     num_decodes: int,
     samplings: tuple[SamplingParams, ...],
+    start: int = 0,
 ) -> ScheduledBatch:
-    """Prefill rows of ``counts`` tokens, then decodes at position 1."""
+    """Prefill rows of ``counts`` tokens from ``start`` on, then decodes at position 1."""
     num_rows = len(counts) + num_decodes
     rows = np.arange(num_rows, dtype=np.int32)
     tokens = np.array(counts + [1] * num_decodes, np.int32)
-    starts = np.array([0] * len(counts) + [1] * num_decodes, np.int32)
+    starts = np.array([start] * len(counts) + [1] * num_decodes, np.int32)
     is_decode = rows >= len(counts)
     inits = tuple(
         RowInit(row, samplings[row % len(samplings)], row, int(starts[row] + tokens[row]))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
+from hyradix.kernels.attention.triton_gather import DeviceKeys, KeyScratch, key_layout
 from hyradix.kernels.triton_table import AttendConfig
 
 NAN = float("nan")
@@ -65,7 +66,8 @@ class AttentionCase:
         return torch.tensor(bits, dtype=torch.int64)
 
     def queries(self, config: AttendConfig, device: torch.device) -> DeviceQueries:
-        blocks = query_blocks(self.cu, tokens_per_block(config, self.heads // self.kv_heads))
+        tokens = tokens_per_block(config, self.heads // self.kv_heads)
+        blocks = query_blocks(self.cu, np.array(self.starts, np.int32), tokens)
         return DeviceQueries(
             torch.from_numpy(self.cu).to(device),
             self.rows.to(device),
@@ -74,6 +76,15 @@ class AttentionCase:
             self.table.to(device),
             None if self.parents is None else self.ancestors().to(device),
         )
+
+    def keys(self, device: torch.device) -> tuple[DeviceKeys, KeyScratch]:
+        """All of them in one place, poisoned before."""
+        num_keys = np.array(self.starts, np.int32) + np.array(self.counts, np.int32)
+        keys = DeviceKeys(*(torch.from_numpy(x).to(device) for x in key_layout(num_keys)))
+        room = KeyScratch(int(num_keys.sum()), self.kv_heads, self.dim, self.dtype, device)
+        room.k.fill_(NAN)
+        room.v.fill_(NAN)
+        return keys, room
 
     def expected(self, scale: float, *, has_gate: bool) -> torch.Tensor:
         out = []

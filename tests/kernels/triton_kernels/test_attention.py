@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from hyradix.device_bytes import GATHERED_KEYS
 from hyradix.kernels.attention.reference import AttentionWeights
-from hyradix.kernels.attention.triton import AttendScratch, attend
+from hyradix.kernels.attention.triton import AttendScratch, attend, query_blocks
+from hyradix.kernels.attention.triton_gather import (
+    KEYS_PER_BLOCK,
+    gather,
+    gathers,
+    key_layout,
+)
 from hyradix.kernels.attention.triton_write import write_kv
 from hyradix.kernels.rms_norm.reference import rms_norm
 from hyradix.kernels.rotary.reference import apply_rotary, rotary_table
@@ -38,6 +46,51 @@ def test_attention_equals_the_definition(device, name, splits):
             gate=gate, is_view=case.is_latent,
         )  # fmt: skip
         assert error(out, case.expected(0.2, has_gate=gate is not None)) < 1e-5
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(3, 1, 20, 20, [0, 9, 17, 70], [11, 1, 0, 6]),
+        AttentionCase(4, 2, 16, 16, [40, 0], [37, 30]),
+    ],
+    ids=["odd heads", "whole blocks"],
+)
+def test_keys_that_were_copied_give_the_same(device, case, splits):
+    config = AttendConfig(16, 8 if device.type == "cpu" else 16, splits, 4, 2)
+    queries, total = case.queries(config, device), sum(case.counts)
+    keys, room = case.keys(device)
+    k, v = gather(queries, keys, case.k.to(device), case.v.to(device), room)
+    scratch = AttendScratch(4 * total, case.heads, case.v_dim, device)
+    scratch.o.fill_(NAN)
+    out = torch.full((total, case.heads * case.v_dim), NAN, device=device)
+    attend(
+        case.q.to(device), queries, k, v, 0.2, config, scratch, out, gate=case.gate.to(device),
+        places=keys.offsets,
+    )  # fmt: skip
+    assert error(out, case.expected(0.2, has_gate=True)) < 1e-5
+
+
+def test_keys_are_copied_by_blocks_where_many_queries_read_them():
+    blocks, offsets = key_layout(np.array([KEYS_PER_BLOCK + 1, 0, 3], np.int32))
+    assert blocks.tolist() == [[0, 0], [0, KEYS_PER_BLOCK], [2, 0]]
+    assert offsets.tolist() == [0, KEYS_PER_BLOCK + 1, KEYS_PER_BLOCK + 1, KEYS_PER_BLOCK + 4]
+
+    def is_copied(counts, num_keys, *, dim=256, itemsize=2):
+        return gathers(np.array(counts), np.array(num_keys), 4, dim=dim, itemsize=itemsize)
+
+    assert is_copied([256], [16_000])
+    assert not is_copied([224], [16_000])  # 7 blocks of queries read each key
+    assert not is_copied([8_192], [GATHERED_KEYS + 1])
+    assert not is_copied([300, 1], [300, 20_000])  # most keys are of a row of one token
+    assert not is_copied([512], [512], itemsize=4)
+    assert not is_copied([512], [512], dim=576)
+
+
+def test_blocks_that_see_most_come_first():
+    blocks = query_blocks(np.array([0, 5, 5, 7], np.int32), np.array([0, 9, 3], np.int32), 2)
+    assert blocks.tolist() == [[0, 4], [2, 0], [0, 2], [0, 0]]
 
 
 def test_a_row_that_sees_nothing_gives_zeros(device):

@@ -78,7 +78,11 @@ def on_device(batch, heads, device, *, padding=0, ancestors=None, first=0):
         "cu": cu.astype(np.int32),
         "rows": np.concatenate([batch.rows, none]),
         "starts": np.concatenate([batch.starts, none - 1]),
-        "blocks": query_blocks(cu.astype(np.int32), tokens_per_block(CONFIG, heads)),
+        "blocks": query_blocks(
+            cu.astype(np.int32),
+            np.concatenate([batch.starts, none - 1]),
+            tokens_per_block(CONFIG, heads),
+        ),
         "table": batch.kv_table,
         "positions": np.concatenate([batch.positions, none]),
         "slots": np.concatenate([batch.write_slots, none]),
@@ -101,7 +105,9 @@ def in_parts(tokens, rows, heads, config):
         (slice(rows, len(cu) - 1), slice(border, total), config),
     ):
         own = cu[there.start : there.stop + 1] - cu[there.start]
-        blocks = query_blocks(own, tokens_per_block(made, heads))
+        blocks = query_blocks(
+            own, whole.queries.starts[there].cpu().numpy(), tokens_per_block(made, heads)
+        )
         queries = replace(
             whole.queries,
             cu_seqlens=torch.from_numpy(own).to(whole.queries.rows.device),

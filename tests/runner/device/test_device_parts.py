@@ -10,6 +10,7 @@ import torch
 
 from hyradix.device_bytes import LEAST_PARTS
 from hyradix.kernels import triton_attention, triton_table
+from hyradix.kernels.attention import triton_gather
 from hyradix.kernels.device_forms import DeviceTokens
 from hyradix.runner.device_runner import DeviceRunner
 from tests.kernels.triton_kernels.cases import error
@@ -83,6 +84,19 @@ def test_decodes_beside_a_chunk_are_decodes_alone(world, device, monkeypatch) ->
     unpadded = last_step(world, device, decodes, has_graphs=False)
     assert unpadded.tokens.parts[0].config == whole.config
     assert torch.equal(unpadded.hidden, alone.hidden)
+
+
+@pytest.mark.slow
+def test_a_chunk_whose_keys_were_copied_is_the_same(world, device, monkeypatch) -> None:
+    work = {0: 1, 1: 1, 2: NEW}
+    by_slots = last_step(world, device, work)
+    monkeypatch.setattr(triton_gather, "LEAST_READS", 0)
+    copied = last_step(world, device, work)
+
+    assert [part.keys is None for part in by_slots.tokens.parts] == [True, True]
+    assert [part.keys is None for part in copied.tokens.parts] == [False, True]
+    assert error(copied.hidden, by_slots.hidden) < 1e-5
+    assert copied.sampled == by_slots.sampled
 
 
 @pytest.mark.parametrize("dim", [64, 256, 576])

@@ -67,8 +67,8 @@ def test_a_forward_waits_for_nothing_and_reserves_nothing(tmp_path, device, has_
     config = attend_config(device, rows=10, programs=2, dim=8, itemsize=2)
     cu = offsets([5, 1, 1])
     queries = DeviceQueries(
-        on(cu), on([0, 1, 0]), on([0, 4, -1]), on(query_blocks(cu, tokens_per_block(config, 2))),
-        table,
+        on(cu), on([0, 1, 0]), on([0, 4, -1]),
+        on(query_blocks(cu, int32([0, 4, -1]), tokens_per_block(config, 2))), table,
     )  # fmt: skip
     places = on([*range(5), 4, 0]), on([1, 2, 3, 4, 5, 10, 0])
     tokens = DeviceTokens.whole(*places, queries, config)

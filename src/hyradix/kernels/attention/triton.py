@@ -4,14 +4,16 @@ Owns: which rows and keys a program takes, the two masks, the parts of a long ro
 Does not know: who owns a slot, norms and rotation (``triton_write.py``).
 
 A block is some consecutive tokens of one batch row; its query rows are those tokens times the heads
-of one KV head, so a key is read once for all of them. Keys are gathered slot by slot.
+of one KV head, so a key is read once for all of them. Keys are read slot by slot, or in the order
+of their columns where they were copied to one place (``triton_gather.py``).
 
 Invariants:
 - A token of a row that starts at ``start`` sees columns [first, start) of its table row, and behind
   those, of the row's own tokens, the ones up to itself or (trees) those of its path.
 - Columns that nobody may see are not read: sinks and freed slots may hold NaN.
 - A row that sees nothing gives zeros.
-Read next: ``reference.py``, ``queries.py`` (the readable twins).
+- Blocks that see most come first: the device is full until the end.
+Read next: ``triton_gather.py``; ``reference.py``, ``queries.py`` (the readable twins).
 """
 # mypy: ignore-errors
 # (kernels are typed by Triton, not by annotations)
@@ -78,14 +80,16 @@ def tokens_per_block(config: AttendConfig, group: int) -> int:
     return config.block_m // group
 
 
-def query_blocks(cu_seqlens: Int32Array, tokens: int) -> Int32Array:
-    """``DeviceQueries.blocks`` with up to ``tokens`` tokens each, rows one after the other."""
+def query_blocks(cu_seqlens: Int32Array, starts: Int32Array, tokens: int) -> Int32Array:
+    """``DeviceQueries.blocks`` with up to ``tokens`` tokens each, those with most keys first."""
     counts = np.diff(cu_seqlens)
     blocks = -(-counts // tokens)
     row = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
     before = np.repeat(np.cumsum(blocks) - blocks, blocks)
     first = (np.arange(len(row)) - before) * tokens
-    return np.stack([row, first.astype(np.int32)], 1)
+    order = np.argsort(-(starts[row] + first), kind="stable")
+    found: Int32Array = np.stack([row, first.astype(np.int32)], 1)[order]
+    return found
 
 
 def num_programs(counts: Int32Array, group: int, kv_heads: int) -> int:
@@ -105,13 +109,15 @@ def attend(
     *,
     gate: torch.Tensor | None = None,
     is_view: bool = False,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out ``[T, H Dv]`` of q ``[T, H, D]``, times sigmoid(gate ``[T, H Dv]``) where there is one.
 
     k_pool: ``[slots, Hkv, D]``. v_pool: ``[slots, Hkv, Dv]``, which may be a view of k_pool (latent
     rows: one KV head, V is the front of K). is_view: it is one, and where both are padded to one
     size (512 + 64 and 512), a row is read once for both. ``queries.blocks`` were made for
-    ``config``.
+    ``config``. places: ``int32[N]`` where each row's first column stands in k_pool and v_pool, the
+    others behind it (no trees); None: the table says.
     """
     num_tokens, heads, dim = q.shape
     kv_heads, v_dim = v_pool.shape[1:]
@@ -121,6 +127,7 @@ def attend(
     whole = power_of_two(dim)
     tail = dim - whole // 2 if dim < whole and dim > 256 else 0  # 576 = 512 + 64
     main = whole // 2 if tail else dim
+    assert places is None or (queries.ancestors is None and not tail)
     if is_view:
         assert v_pool.data_ptr() == k_pool.data_ptr()
         assert v_pool.stride() == k_pool.stride()
@@ -132,10 +139,11 @@ def attend(
         q, *q.stride()[:2], k_pool, *k_pool.stride()[:2], v_pool, *v_pool.stride()[:2],
         queries.kv_table, queries.kv_table.stride(0), queries.blocks, queries.cu_seqlens,
         queries.rows, queries.starts, queries.starts if queries.ancestors is None else
-        queries.ancestors, queries.first, scale * _LOG2_E, scratch.o, scratch.lse,
+        queries.ancestors, queries.starts if places is None else places, queries.first,
+        scale * _LOG2_E, scratch.o, scratch.lse,
         out if gate is None else gate, 0 if gate is None else gate.stride(0), out, out.stride(0),
         num_tokens, splits, heads, kv_heads, main, tail, v_dim, is_view and block_d == block_v,
-        queries.ancestors is not None, gate is not None,
+        queries.ancestors is not None, places is not None, gate is not None,
         tokens_per_block(config, heads // kv_heads), config.block_m, config.block_n, block_d,
         power_of_two(tail, least=16), block_v, splits > 1, output_precision(q.dtype), config.stages,
         num_warps=config.num_warps, num_stages=config.stages, is_chained=True,
@@ -166,12 +174,13 @@ def combine(
 @triton.jit(do_not_specialize=["num_tokens", "num_splits", "table_stride"])
 def _attend_kernel(
     q, q_token, q_head, k_pool, k_slot, k_head, v_pool, v_slot, v_head, table, table_stride,
-    blocks, cu_seqlens, rows, starts, ancestors, first, scale, part_o, part_lse,
+    blocks, cu_seqlens, rows, starts, ancestors, places, first, scale, part_o, part_lse,
     gate, gate_stride, out, out_stride, num_tokens, num_splits,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr,
-    IS_VIEW: tl.constexpr, IS_TREE: tl.constexpr, HAS_GATE: tl.constexpr, TOKENS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr,
-    IS_PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    IS_VIEW: tl.constexpr, IS_TREE: tl.constexpr, IS_GATHERED: tl.constexpr,
+    HAS_GATE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, BDV: tl.constexpr, IS_PART: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Scores are in units of log 2; ``scale`` has the factor."""
     G: tl.constexpr = H // HKV
@@ -210,11 +219,32 @@ def _attend_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     o = tl.zeros([BM, BDV], tl.float32)
+    if IS_GATHERED:  # first whole blocks of columns that every query sees
+        place = tl.load(places + i).to(tl.int64) - first
+        k_pool += place * k_slot + kv_head * k_head
+        v_pool += place * v_slot + kv_head * v_head
+        seen_by_all = tl.minimum(start + first_token + 1, high)
+        masked_from = low + tl.maximum(seen_by_all - low, 0) // BN * BN
+        for c in tl.range(low, masked_from, BN, num_stages=STAGES):
+            column = (c + n).to(tl.int64)
+            keys = _whole_rows(k_pool, column, k_slot, d, D, BD)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+            p, kept, top, total = _weights(score, top, total)
+            values = _whole_rows(v_pool, column, v_slot, dv, DV, BDV)
+            o = tl.dot(p.to(values.dtype), values, o * kept[:, None], input_precision=PRECISION)
+        low = masked_from
     for c in tl.range(low, high, BN, num_stages=STAGES):
         column = c + n
         is_key = column < high
-        slot = tl.load(table + column, mask=is_key, other=0).to(tl.int64)
-        k_place = k_pool + slot[:, None] * k_slot + kv_head * k_head
+        if IS_GATHERED:
+            slot = column.to(tl.int64)
+        else:
+            slot = tl.load(table + column, mask=is_key, other=0).to(tl.int64)
+        k_place = k_pool + slot[:, None] * k_slot
+        v_place = v_pool + slot[:, None] * v_slot + dv[None, :]
+        if not IS_GATHERED:
+            k_place += kv_head * k_head
+            v_place += kv_head * v_head
         keys = tl.load(k_place + d[None, :], mask=is_key[:, None] & (d < D)[None, :], other=0.0)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if TAIL > 0:
@@ -229,19 +259,12 @@ def _attend_kernel(
         else:
             is_seen = behind <= own[:, None]
         score = tl.where(is_seen & is_key[None, :], score * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(score - safe[:, None])
-        kept = tl.exp2(top - safe)
-        total = total * kept + tl.sum(p, 1)
+        p, kept, top, total = _weights(score, top, total)
         if IS_VIEW:
             values = keys
         else:
-            v_place = v_pool + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
             values = tl.load(v_place, mask=is_key[:, None] & (dv < DV)[None, :], other=0.0)
-        p = p.to(values.dtype)
-        o = tl.dot(p, values, o * kept[:, None], input_precision=PRECISION)
-        top = new_top
+        o = tl.dot(p.to(values.dtype), values, o * kept[:, None], input_precision=PRECISION)
 
     inside = is_query[:, None] & (dv < DV)[None, :]
     place = head[:, None] * DV + dv[None, :]
@@ -257,6 +280,27 @@ def _attend_kernel(
         tl.store(part_lse + part * H + head, lse, mask=is_query)
         o = o / tl.where(is_empty, 1.0, total)[:, None]
         tl.store(part_o + part[:, None] * (H * DV) + place, o, mask=inside)
+
+
+@triton.jit
+def _weights(score, top, total):
+    """Of a block of scores: exponentials, what earlier sums are worth now, the new maximum and
+    sum."""
+    new_top = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(score - safe[:, None])
+    kept = tl.exp2(top - safe)
+    return p, kept, new_top, total * kept + tl.sum(p, 1)
+
+
+@triton.jit
+def _whole_rows(pool, column, stride, d, D: tl.constexpr, BD: tl.constexpr):
+    """Rows that are all there; without a mask where their numbers are, too."""
+    place = pool + column[:, None] * stride + d[None, :]
+    if D == BD:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
