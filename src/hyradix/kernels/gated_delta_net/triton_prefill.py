@@ -56,11 +56,10 @@ def mix_(
     together = max(1, min(_TOKENS, _NUMBERS // max(block_k, block_v)))
     launch(
         _prepare_kernel,
-        (ceil_div(tokens, together), weights.num_k_heads),
+        (2 * weights.num_k_heads + num_v_heads, ceil_div(tokens, together)),
         projected, projected.stride(0), tokens, weights.conv, weights.decay_rate, weights.dt_bias,
         batch.cu_seqlens, batch.sequences, slots, conv_state, *x.q, *x.k, x.v, x.g, x.beta,
-        channels, weights.num_k_heads, num_v_heads // weights.num_k_heads, dk, dv, width,
-        together, block_k, block_v,
+        channels, weights.num_k_heads, num_v_heads, dk, dv, width, together, block_k, block_v,
         num_warps=4,
     )  # fmt: skip
     chunked_(batch.chunks, state, scratch, projected.dtype, config=config)
@@ -75,47 +74,46 @@ def mix_(
 def _prepare_kernel(
     projected, stride, num_tokens, conv_w, decay_rate, dt_bias, cu_seqlens, sequences, slots,
     conv_state, q_high, q_low, k_high, k_low, all_v, all_g, all_beta,
-    CHANNELS: tl.constexpr, HK: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr,
+    CHANNELS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens and a key head: weights are read once for all of them."""
-    HV: tl.constexpr = HK * RATIO
-    head = tl.program_id(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """TOKENS tokens of one head: heads of q come first, then of k, then of v. Neighbours read what
+    stands side by side."""
+    head = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     token = tl.minimum(token, num_tokens - 1).to(tl.int64)  # of those beyond nothing is stored
     sequence = tl.load(sequences + token)
     before = (token - tl.load(cu_seqlens + sequence)).to(tl.int32)  # tokens of its own sequence
     window = conv_state + tl.load(slots + sequence).to(tl.int64) * ((WIDTH - 1) * CHANNELS)
     x = projected + token * stride
-    d, c = tl.arange(0, BK), tl.arange(0, BV)
-    in_k, in_v = is_token[:, None] & (d < DK)[None, :], is_token[:, None] & (c < DV)[None, :]
-    place = ((token * HK + head) * DK)[:, None] + d[None, :]
-    channel, inside = head * DK + d, d < DK
-    q = _convolved(x, stride, before, window, conv_w, channel, inside, in_k, CHANNELS, WIDTH)
-    high, low = split(_unit(q) * (ONE * DK**-0.5))
-    tl.store(q_high + place, high, mask=in_k)
-    tl.store(q_low + place, low, mask=in_k)
-    channel += HK * DK
-    k = _convolved(x, stride, before, window, conv_w, channel, inside, in_k, CHANNELS, WIDTH)
-    high, low = split(_unit(k) * ONE)
-    tl.store(k_high + place, high, mask=in_k)
-    tl.store(k_low + place, low, mask=in_k)
-    for i in tl.static_range(RATIO):
-        v_head = head * RATIO + i
-        channel = 2 * HK * DK + v_head * DV + c
-        v = _convolved(x, stride, before, window, conv_w, channel, c < DV, in_v, CHANNELS, WIDTH)
-        tl.store(all_v + ((token * HV + v_head) * DV)[:, None] + c[None, :], v, mask=in_v)
-        g, beta = gates(x, decay_rate, dt_bias, v_head, CHANNELS, HV, DV)
-        tl.store(all_g + token * HV + v_head, g, mask=is_token)
-        tl.store(all_beta + token * HV + v_head, beta, mask=is_token)
-
-
-@triton.jit
-def _unit(x):
-    """Every row divided by its norm, as ``triton_parts.unit``."""
-    return x / tl.sqrt(tl.sum(x * x, 1) + _L2_EPS)[:, None]
+    if head < 2 * HK:
+        d = tl.arange(0, BK)
+        inside, mask = d < DK, is_token[:, None] & (d < DK)[None, :]
+        key = _convolved(
+            x, stride, before, window, conv_w, head * DK + d, inside, mask, CHANNELS, WIDTH
+        )
+        key = key / tl.sqrt(tl.sum(key * key, 1) + _L2_EPS)[:, None]
+        place = ((token * HK + head % HK) * DK)[:, None] + d[None, :]
+        if head < HK:
+            high, low = split(key * (ONE * DK**-0.5))
+            tl.store(q_high + place, high, mask=mask)
+            tl.store(q_low + place, low, mask=mask)
+        else:
+            high, low = split(key * ONE)
+            tl.store(k_high + place, high, mask=mask)
+            tl.store(k_low + place, low, mask=mask)
+    else:
+        head -= 2 * HK
+        c = tl.arange(0, BV)
+        inside, mask = c < DV, is_token[:, None] & (c < DV)[None, :]
+        channel = 2 * HK * DK + head * DV + c
+        v = _convolved(x, stride, before, window, conv_w, channel, inside, mask, CHANNELS, WIDTH)
+        g, beta = gates(x, decay_rate, dt_bias, head, CHANNELS, HV, DV)
+        tl.store(all_v + ((token * HV + head) * DV)[:, None] + c[None, :], v, mask=mask)
+        tl.store(all_g + token * HV + head, g, mask=is_token)
+        tl.store(all_beta + token * HV + head, beta, mask=is_token)
 
 
 @triton.jit
