@@ -27,7 +27,7 @@ from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_tw
 from hyradix.kernels.triton_table import ChunkConfig
 
 _L2_EPS = tl.constexpr(L2_EPS)
-_TOKENS, _NUMBERS = 8, 1024
+_TOKENS, _NUMBERS = 16, 2048
 """Tokens of a program of the first launch, where a tile of them has no more numbers than that."""
 
 
@@ -60,6 +60,7 @@ def mix_(
         projected, projected.stride(0), tokens, weights.conv, weights.decay_rate, weights.dt_bias,
         batch.cu_seqlens, batch.sequences, slots, conv_state, *x.q, *x.k, x.v, x.g, x.beta,
         channels, weights.num_k_heads, num_v_heads, dk, dv, width, together, block_k, block_v,
+        projected.dtype == torch.float32,
         num_warps=4,
     )  # fmt: skip
     chunked_(batch.chunks, state, scratch, projected.dtype, config=config)
@@ -76,7 +77,7 @@ def _prepare_kernel(
     conv_state, q_high, q_low, k_high, k_low, all_v, all_g, all_beta,
     CHANNELS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, IS_EXACT: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of one head: heads of q come first, then of k, then of v. Neighbours read what
     stands side by side."""
@@ -99,7 +100,8 @@ def _prepare_kernel(
         if head < HK:
             high, low = split(key * (ONE * DK**-0.5))
             tl.store(q_high + place, high, mask=mask)
-            tl.store(q_low + place, low, mask=mask)
+            if IS_EXACT:  # or nobody reads them
+                tl.store(q_low + place, low, mask=mask)
         else:
             high, low = split(key * ONE)
             tl.store(k_high + place, high, mask=mask)

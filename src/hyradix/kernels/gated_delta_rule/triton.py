@@ -137,7 +137,7 @@ def solve_(chunks: Chunks, scratch: ChunkScratch, config: ChunkConfig, *, is_exa
     all_k = power_of_two(dk, least=LEAST_TILE)
     launch(
         solve_kernel,
-        (chunks.table.shape[0], num_v_heads),
+        (num_v_heads, chunks.table.shape[0]),  # neighbours have what stands side by side
         chunks.table, *x.q, *x.k, x.v, x.g, x.beta, *x.w, x.u, *x.products,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK, all_k, min(64, all_k),
         min(64, power_of_two(dv, least=LEAST_TILE)), CHUNK.bit_length() - 1, is_exact,

@@ -36,9 +36,9 @@ def solve_kernel(
 ):  # fmt: skip
     """``beta`` becomes e^G (from the chunk's start to the token), g e^(G_last - G)."""
     HK: tl.constexpr = HV // RATIO
-    head = tl.program_id(1)
-    first = tl.load(table + 3 * tl.program_id(0)).to(tl.int64)
-    count = tl.load(table + 3 * tl.program_id(0) + 1)
+    head = tl.program_id(0)
+    first = tl.load(table + 3 * tl.program_id(1)).to(tl.int64)
+    count = tl.load(table + 3 * tl.program_id(1) + 1)
     c, d = tl.arange(0, C), tl.arange(0, ALL_K)
     is_token = c < count
     row, key = first * HV + head, (first * HK + head // RATIO) * DK

@@ -79,7 +79,7 @@ def gated_rms_norm(
     together = min(power_of_two(groups), max(1, _NUMBERS // block))
     launch(
         _gated_norm_kernel,
-        (tokens, ceil_div(groups, together)),
+        (tokens * ceil_div(groups, together),),  # neighbours have what stands side by side
         x, *x.stride()[:2], gate, *gate.stride()[:2], weight,
         weight.stride(0) if weight.ndim == 2 else 0, weight if skip is None else skip, other,
         *other.stride()[:2], eps, out, *out.stride()[:2],
@@ -116,8 +116,9 @@ def _gated_norm_kernel(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER groups of a token: one small group a program would be programs to start, no more."""
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+    PARTS: tl.constexpr = (GROUPS + TOGETHER - 1) // TOGETHER
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    group = tl.program_id(0) % PARTS * TOGETHER + tl.arange(0, TOGETHER)[:, None]
     c = tl.arange(0, BLOCK)[None, :]
     mask = (group < GROUPS) & (c < SIZE)
     wait_for_previous(CHAINED)
