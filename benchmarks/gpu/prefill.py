@@ -111,14 +111,13 @@ def bench_launch(
 
     def build(sets: int) -> list[Call]:
         chunks = DeviceStates.of(_ragged(lengths, []), device).chunks
-        whole = range(chunks.table.shape[0])
         scratch = ChunkScratch(total, s.hk, s.hv, s.dk, s.dv, device)
         for x in vars(scratch).values():
             x.zero_()
         state = torch.zeros(count + 1, s.hv, s.dk, s.dv, device=device)
         if launch == "solve":
-            return [lambda: solve_(chunks, whole, scratch, chosen, is_exact=False)]
-        return [lambda: pass_(chunks, whole, state, scratch, chosen, is_exact=False)]
+            return [lambda: solve_(chunks, scratch, chosen, is_exact=False)]
+        return [lambda: pass_(chunks, state, scratch, chosen, is_exact=False)]
 
     keys, values = s.hk * s.dk, s.hv * s.dv
     by_token = 6 * keys + 4 * (s.hv * s.dk + 2 * values) + 2 * 64 * s.hv

@@ -59,10 +59,8 @@ class DeviceRunner:
         self._sampler = sampler
         self._controls = RowControls(config.max_requests)
         self._in_flight: deque[tuple[StepPlan, Launched]] = deque()
-        self.stream: torch.cuda.Stream | None = None
-        """All work of the runner, but for what kernels have run beside it; None on the CPU."""
-        if self._device.type == "cuda":
-            self.stream = torch.cuda.Stream(self._device, priority=-1)
+        self.stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        """All work of the runner; None on the CPU."""
         with torch.inference_mode(), self._on_stream():
             self.launcher = Launcher(model, config, sampler, before_forward, has_graphs)
         if self.stream is not None:  # weights were loaded on another stream

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hyradix.kernels.gated_delta_rule import triton
 from hyradix.kernels.gated_delta_rule.triton import Chunks, ChunkScratch, chunk_table, chunked_
 from hyradix.kernels.tree_recurrence.chunked import naive
 from hyradix.kernels.tree_recurrence.rules import GDN, Inputs
-from hyradix.kernels.triton_streams import in_turn
 from tests.kernels.triton_kernels.cases import NAN, error
 
 HK, HV, DK, DV = 1, 2, 20, 18
@@ -73,35 +71,3 @@ def test_chunked_equals_the_definition(device):
             assert error(ours[slot], states[count - 1]) < 1e-5
         begin += length
     assert ours[[0, 5, 8]].isnan().all()
-
-
-def test_a_sequence_in_pieces_is_the_same_to_the_bit(device, monkeypatch):
-    torch.manual_seed(0)
-    count, saves = 150, {0: [(5, 4), (64, 5), (70, 6)]}
-    chunks = on_device([count], saves, [2], device)
-    given = [torch.randn(count, HK, DK) * DK**-0.5 for _ in "qk"]
-    given += [torch.randn(count, HV, DV), -torch.rand(count, HV), torch.rand(count, HV)]
-    begin = torch.randn(7, HV, DK, DV)
-    found = []
-    for piece in (64, 2):
-        monkeypatch.setattr(triton, "PIECE", piece)
-        assert len(triton._pieces(chunks)) == (1 if piece == 64 else 3)
-        scratch, state = ChunkScratch(count, HK, HV, DK, DV, device), begin.clone().to(device)
-        for name, x in zip(("q", "k", "v", "g", "beta"), given, strict=True):
-            there = getattr(scratch, name)
-            there.copy_(x if there.dtype == torch.float32 else halves(x))
-        scratch.o.fill_(NAN)
-        chunked_(chunks, state, scratch, torch.float32)
-        found.append((scratch.o.cpu(), state.cpu()))
-    (o, state), (other_o, other_state) = found
-    assert o.isfinite().all()
-    assert torch.equal(o, other_o)
-    assert torch.equal(state, other_state)
-
-
-def test_makers_come_before_their_users():
-    done: list[str] = []
-    makers = [lambda i=i: done.append(f"make {i}") for i in range(3)]
-    users = [lambda i=i: done.append(f"use {i}") for i in range(3)]
-    in_turn(makers, users, torch.device("cpu"))
-    assert done == ["make 0", "use 0", "make 1", "use 1", "make 2", "use 2"]

@@ -6,8 +6,7 @@ gates, norms.
 Two launches. The first, for every chunk of up to 64 tokens by itself: T = (I + A)^-1, W = T (beta
 e^G k), U = T (beta v), and the products of q and k. The second, for every sequence and block of d_v
 columns: u = U - W S, o = e^G q S + (q k) u, S <- e^G_last S + (e^(G_last - G) k)^T u, chunk after
-chunk, S in registers. The second is a chain that leaves most of the device idle: of one long
-sequence the next pieces are solved beside it.
+chunk, S in registers.
 
 Invariants:
 - No chunk crosses a position whose state is saved: a save is the state behind a chunk, exact.
@@ -23,7 +22,6 @@ first launch), ``../gated_delta_net/triton_prefill.py`` (the caller).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +31,10 @@ import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton_solve import solve_kernel
 from hyradix.kernels.triton_halves import ONE, dot, dot_for, scale_of, split
-from hyradix.kernels.triton_streams import in_turn
 from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
-PIECE = 32
-"""Chunks of a piece; one sequence of at least two pieces is cut into such."""
 LEAST_TILE = 32
 """Of d_k and d_v: products of 16 of either came out wrong on an H200 (Triton 3.6, 4 warps)."""
 Int32Array = npt.NDArray[np.int32]
@@ -128,40 +123,22 @@ def chunked_(
     """
     config = config or chunk_config(state.device, chunks.slots.shape[0], state.shape[2])
     is_exact = dtype == torch.float32
-    pieces = _pieces(chunks)
-    in_turn(
-        [partial(solve_, chunks, piece, scratch, config, is_exact=is_exact) for piece in pieces],
-        [
-            partial(pass_, chunks, piece, state, scratch, config, is_exact=is_exact)
-            for piece in pieces
-        ],
-        state.device,
-    )
+    solve_(chunks, scratch, config, is_exact=is_exact)
+    pass_(chunks, state, scratch, config, is_exact=is_exact)
 
 
-def _pieces(chunks: Chunks) -> list[range]:
-    """Numbers of chunks, in order. Several sequences are one piece: they pass side by side."""
-    count = chunks.table.shape[0]
-    if chunks.slots.shape[0] > 1 or count < 2 * PIECE:
-        return [range(count)]
-    return [range(first, min(first + PIECE, count)) for first in range(0, count, PIECE)]
-
-
-def solve_(
-    chunks: Chunks, piece: range, scratch: ChunkScratch, config: ChunkConfig, *, is_exact: bool
-) -> None:
+def solve_(chunks: Chunks, scratch: ChunkScratch, config: ChunkConfig, *, is_exact: bool) -> None:
     """The first launch: w, u and products from q, k, v, g and beta, of which the last two change.
 
-    piece: numbers of the chunks that are solved. is_exact: of products that are for outputs alone,
-    too.
+    is_exact: of products that are for outputs alone, too.
     """
     x = scratch
     (_, _, num_k_heads, dk), (_, num_v_heads, dv) = x.k.shape, x.v.shape
     all_k = power_of_two(dk, least=LEAST_TILE)
     launch(
         solve_kernel,
-        (num_v_heads, len(piece)),  # neighbours have what stands side by side
-        chunks.table, piece.start, *x.q, *x.k, x.v, x.g, x.beta, *x.w, x.u, *x.products,
+        (num_v_heads, chunks.table.shape[0]),  # neighbours have what stands side by side
+        chunks.table, *x.q, *x.k, x.v, x.g, x.beta, *x.w, x.u, *x.products,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK, all_k, min(64, all_k),
         min(64, power_of_two(dv, least=LEAST_TILE)), CHUNK.bit_length() - 1, is_exact,
         num_warps=config.solve_warps,
@@ -170,14 +147,13 @@ def solve_(
 
 def pass_(
     chunks: Chunks,
-    piece: range,
     state: torch.Tensor,
     scratch: ChunkScratch,
     config: ChunkConfig,
     *,
     is_exact: bool,
 ) -> None:
-    """The second: o, the slots' states, the saves; of the chunks of ``piece``.
+    """The second: o, the slots' states, the saves.
 
     A chunk's numbers are asked for at once only where shared memory holds them twice.
     """
@@ -188,18 +164,18 @@ def pass_(
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
-        chunks.table, chunks.offsets, piece.start, piece.stop, chunks.slots, state, *x.q, *x.k,
-        x.beta, x.g, *x.w, x.u, *x.products, x.o,
+        chunks.table, chunks.offsets, chunks.slots, state, *x.q, *x.k, x.beta, x.g, *x.w, x.u,
+        *x.products, x.o,
         num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
         block_v, ceil_div(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["begin", "end"])
+@triton.jit
 def _pass_kernel(
-    table, offsets, begin, end, slots, all_states, q_high, q_low, k_high, k_low, all_grown,
-    all_behind, w_high, w_low, all_u, products_high, products_low, all_o,
+    table, offsets, slots, all_states, q_high, q_low, k_high, k_low, all_grown, all_behind,
+    w_high, w_low, all_u, products_high, products_low, all_o,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -208,8 +184,7 @@ def _pass_kernel(
     sequence = tl.program_id(0) // (BLOCKS * HV)
     head = tl.program_id(0) // BLOCKS % HV
     slot = tl.load(slots + sequence).to(tl.int64)
-    begin = tl.maximum(tl.load(offsets + sequence), begin)
-    end = tl.minimum(tl.load(offsets + sequence + 1), end)
+    last_chunk = tl.load(offsets + sequence + 1)
     c, d = tl.arange(0, C), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     in_k, in_v = (d < DK)[None, :], (column < DV)[None, :]
@@ -220,7 +195,7 @@ def _pass_kernel(
     of_products = (c * (HV * C))[:, None] + c[None, :]
     own = all_states + slot * (HV * DK * DV) + place
     state = tl.load(own, mask=in_state, other=0.0)
-    for chunk in tl.range(begin, end, num_stages=STAGES):
+    for chunk in tl.range(tl.load(offsets + sequence), last_chunk, num_stages=STAGES):
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)
         save = tl.load(table + 3 * chunk + 2).to(tl.int64)

@@ -26,9 +26,9 @@ from hyradix.kernels.triton_halves import ONE, dot, dot_for, scale_of, split
 from hyradix.kernels.triton_support import load32
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@triton.jit
 def solve_kernel(
-    table, first_chunk, q_high, q_low, k_high, k_low, all_v, all_g, all_beta,
+    table, q_high, q_low, k_high, k_low, all_v, all_g, all_beta,
     w_high, w_low, all_u, products_high, products_low,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     ALL_K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
@@ -37,9 +37,8 @@ def solve_kernel(
     """``beta`` becomes e^G (from the chunk's start to the token), g e^(G_last - G)."""
     HK: tl.constexpr = HV // RATIO
     head = tl.program_id(0)
-    table += 3 * (first_chunk + tl.program_id(1))
-    first = tl.load(table).to(tl.int64)
-    count = tl.load(table + 1)
+    first = tl.load(table + 3 * tl.program_id(1)).to(tl.int64)
+    count = tl.load(table + 3 * tl.program_id(1) + 1)
     c, d = tl.arange(0, C), tl.arange(0, ALL_K)
     is_token = c < count
     row, key = first * HV + head, (first * HK + head // RATIO) * DK
