@@ -106,6 +106,13 @@ def silu(x):
 
 
 @triton.jit
+def quick_silu(x):
+    """The same to 3e-7 of itself; a division takes the place of three instructions' ten."""
+    root = tl.rsqrt(1.0 + tl.exp(-x))
+    return x * root * root
+
+
+@triton.jit
 def softplus(x):
     """log(1 + e^x), near float32 for every x; above 20 that is x (torch's threshold).
 

@@ -23,7 +23,7 @@ from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer, gates
 from hyradix.kernels.gated_delta_rule.triton import ChunkScratch, chunked_
 from hyradix.kernels.rms_norm.triton import gated_rms_norm
 from hyradix.kernels.triton_halves import ONE, split
-from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two, silu
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two, quick_silu
 from hyradix.kernels.triton_table import ChunkConfig
 
 _L2_EPS = tl.constexpr(L2_EPS)
@@ -90,13 +90,10 @@ def _prepare_kernel(
     window = conv_state + tl.load(slots + sequence).to(tl.int64) * ((WIDTH - 1) * CHANNELS)
     x = projected + token * stride
     if head < 2 * HK:
-        d = tl.arange(0, BK)
-        inside, mask = d < DK, is_token[:, None] & (d < DK)[None, :]
-        key = _convolved(
-            x, stride, before, window, conv_w, head * DK + d, inside, mask, CHANNELS, WIDTH
-        )
+        d = tl.arange(0, BK)[None, :]
+        key = _convolved(x, stride, before, window, conv_w, head * DK + d, d < DK, CHANNELS, WIDTH)
         key = key / tl.sqrt(tl.sum(key * key, 1) + _L2_EPS)[:, None]
-        place = ((token * HK + head % HK) * DK)[:, None] + d[None, :]
+        place, mask = ((token * HK + head % HK) * DK)[:, None] + d, is_token[:, None] & (d < DK)
         if head < HK:
             high, low = split(key * (ONE * DK**-0.5))
             tl.store(q_high + place, high, mask=mask)
@@ -108,50 +105,52 @@ def _prepare_kernel(
             tl.store(k_low + place, low, mask=mask)
     else:
         head -= 2 * HK
-        c = tl.arange(0, BV)
-        inside, mask = c < DV, is_token[:, None] & (c < DV)[None, :]
+        c = tl.arange(0, BV)[None, :]
         channel = 2 * HK * DK + head * DV + c
-        v = _convolved(x, stride, before, window, conv_w, channel, inside, mask, CHANNELS, WIDTH)
+        v = _convolved(x, stride, before, window, conv_w, channel, c < DV, CHANNELS, WIDTH)
         g, beta = gates(x, decay_rate, dt_bias, head, CHANNELS, HV, DV)
-        tl.store(all_v + ((token * HV + head) * DV)[:, None] + c[None, :], v, mask=mask)
+        place = ((token * HV + head) * DV)[:, None] + c
+        tl.store(all_v + place, v, mask=is_token[:, None] & (c < DV))
         tl.store(all_g + token * HV + head, g, mask=is_token)
         tl.store(all_beta + token * HV + head, beta, mask=is_token)
 
 
 @triton.jit
 def _convolved(
-    x, stride, before, window, weight, channel, inside, mask, CHANNELS: tl.constexpr,
+    x, stride, before, window, weight, channel, inside, CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """silu(convolution) of tokens (rows), earlier columns are earlier tokens, then the window's.
 
-    inside: which channels there are; mask: the same for every token that there is.
+    channel, inside: ``[1, B]``, which channels there are. Tokens beyond the last are the last.
     """
+    weight += tl.zeros_like(before)[:, None] + channel  # by row: laid out as columns are
     if tl.min(before, 0) < WIDTH - 1:  # or no token needs the window
-        total = _sum_of_taps(x, stride, before, window, weight, channel, inside, mask, CHANNELS,
-                             WIDTH, True)  # fmt: skip
+        total = _sum_of_taps(
+            x, stride, before, window, weight, channel, inside, CHANNELS, WIDTH, True
+        )
     else:
-        total = _sum_of_taps(x, stride, before, window, weight, channel, inside, mask, CHANNELS,
-                             WIDTH, False)  # fmt: skip
-    return silu(total)
+        total = _sum_of_taps(
+            x, stride, before, window, weight, channel, inside, CHANNELS, WIDTH, False
+        )
+    return quick_silu(total)
 
 
 @triton.jit
 def _sum_of_taps(
-    x, stride, before, window, weight, channel, inside, mask, CHANNELS: tl.constexpr,
+    x, stride, before, window, weight, channel, inside, CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    here = channel[None, :]
-    taps = load32(weight + (WIDTH - 1) * CHANNELS + channel, inside)
-    total = load32(x[:, None] + here, mask) * taps[None, :]
+    total = load32(x[:, None] + channel, inside) * load32(weight + (WIDTH - 1) * CHANNELS, inside)
     for j in tl.static_range(WIDTH - 1):
         back = WIDTH - 1 - j
-        earlier = (x - back * stride)[:, None] + here
+        place = (x - back * stride)[:, None] + channel
         if HAS_WINDOW:
-            column = load32(earlier, mask & (before >= back)[:, None])
-            earlier = (window + (before + j) * CHANNELS)[:, None] + here
-            column += load32(earlier, mask & (before < back)[:, None])
+            is_own = (before >= back)[:, None]
+            column = load32(place, inside & is_own)
+            earlier = (window + (before + j) * CHANNELS)[:, None] + channel
+            column += load32(earlier, inside & (before < back)[:, None])
         else:
-            column = load32(earlier, mask)
-        total += column * load32(weight + j * CHANNELS + channel, inside)[None, :]
+            column = load32(place, inside)
+        total += column * load32(weight + j * CHANNELS, inside)
     return total
