@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, Bench, Call, Check, Checks
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.attention.triton import (
     AttendScratch,
@@ -58,7 +59,7 @@ LATENT = Heads(32, 1, 576, 512)
 CHECKED = (B4, LATENT, Heads(6, 2, 80, 80), Heads(5, 5, 64, 64), Heads(32, 8, 128, 128))
 
 
-def checks(device: torch.device) -> Iterator[Check]:
+def checks(device: torch.device) -> Iterator[Checks]:
     chain, bush = list(range(-1, 7)), [-1, 0, 0, 1, 2, 4, 4, 0, 3, 3, 8]
     rows: dict[str, tuple[list[int], list[int], list[list[int]] | None]] = {
         "decode": ([700, 63, 0, 64], [1, 1, 1, 1], None),
@@ -67,18 +68,20 @@ def checks(device: torch.device) -> Iterator[Check]:
     }
     for heads in CHECKED:
         for kind, (starts, counts, parents) in rows.items():
-            case = AttentionCase(
-                heads.q, heads.kv, heads.dim, heads.v_dim, starts, counts, parents, BFLOAT16,
-                heads.is_latent,
+            name = f"{kind}, {heads}"
+            make = partial(
+                AttentionCase, heads.q, heads.kv, heads.dim, heads.v_dim, starts, counts, parents,
+                BFLOAT16, heads.is_latent,
             )  # fmt: skip
-            yield _check(f"{kind}, {heads}", case, kind != "prefill", device)
+            yield Checks(name, partial(_check, name, make, kind != "prefill", device))
         if not heads.is_latent:
-            case = AttentionCase(
-                heads.q, heads.kv, heads.dim, heads.v_dim, [0, 130, 17], [150, 40, 1], None,
-                BFLOAT16,
-            )  # fmt: skip
-            yield _check(f"copied keys, {heads}", case, False, device, is_gathered=True)
-    yield from _check_write(device)
+            name = f"copied keys, {heads}"
+            make = partial(
+                AttentionCase, heads.q, heads.kv, heads.dim, heads.v_dim, *rows["prefill"], BFLOAT16
+            )
+            yield Checks(name, partial(_check, name, make, False, device, is_gathered=True))
+    for heads in (B4, Heads(6, 2, 80, 80)):
+        yield Checks(f"write, {heads}", partial(_check_write, heads, device))
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
@@ -132,9 +135,10 @@ def _config(
 
 
 def _check(
-    name: str, case: AttentionCase, can_split: bool, device: torch.device, *,
+    name: str, make: Callable[[], AttentionCase], can_split: bool, device: torch.device, *,
     is_gathered: bool = False,
-) -> Check:  # fmt: skip
+) -> Iterator[Check]:  # fmt: skip
+    case = make()
     group = case.heads // case.kv_heads
     rows = group * (min(case.counts) if can_split else 256)
     config = attend_config(
@@ -156,7 +160,7 @@ def _check(
         case.q.to(device), queries, k, v, scale, config, scratch, out, gate=case.gate.to(device),
         is_view=case.is_latent, places=places,
     )  # fmt: skip
-    return Check(name, error(out, case.expected(scale, has_gate=True)), 1e-2)
+    yield Check(name, error(out, case.expected(scale, has_gate=True)), 1e-2)
 
 
 def _weights(heads: Heads, device: torch.device) -> AttentionWeights:
@@ -166,32 +170,29 @@ def _weights(heads: Heads, device: torch.device) -> AttentionWeights:
     return AttentionWeights(heads.q, heads.kv, heads.dim, 1e-6, *on_device)
 
 
-def _check_write(device: torch.device) -> Iterator[Check]:
-    for heads in (B4, Heads(6, 2, 80, 80)):
-        weights = _weights(heads, device)
-        x = torch.randn(5, 2 * (heads.q + heads.kv) * heads.dim).to(BFLOAT16)
-        positions = torch.tensor([0, 1, 900, 3, 77], dtype=torch.int32)
-        slots = torch.tensor([4, 0, 2, 6, 1], dtype=torch.int32)
-        k, v = (
-            torch.full((8, heads.kv, heads.dim), NAN, dtype=BFLOAT16, device=device) for _ in "kv"
-        )
-        q = torch.full((5, heads.q, heads.dim), NAN, dtype=BFLOAT16, device=device)
-        write_kv(x.to(device), weights, positions.to(device), slots.to(device), q, k, v)
-        sizes = [n * heads.dim for n in (heads.q, heads.kv, heads.kv, heads.q)]
-        parts = [part.unflatten(1, (-1, heads.dim)) for part in x.double().split(sizes, dim=1)]
-        angles = weights.angles.cpu().double()[positions.long()]
-        norms = (weights.q_norm.cpu().double(), weights.k_norm.cpu().double())
-        turned = [
-            apply_rotary(rms_norm(part, norm, 1e-6), angles)
-            for part, norm in zip(parts[:2], norms, strict=True)
-        ]
-        written = slots.nonzero().flatten()
-        where = slots[written].long()
-        yield Check(f"write, {heads}: q", error(q, turned[0]), 1e-2)
-        yield Check(f"write, {heads}: k", error(k.cpu()[where], turned[1][written]), 1e-2)
-        same = torch.equal(v.cpu()[where].double(), parts[2][written])
-        same &= bool(v[[0, 3, 5, 7]].isnan().all())
-        yield Check(f"write, {heads}: v", 0.0 if same else 1.0, 0.0)
+def _check_write(heads: Heads, device: torch.device) -> Iterator[Check]:
+    weights = _weights(heads, device)
+    x = torch.randn(5, 2 * (heads.q + heads.kv) * heads.dim).to(BFLOAT16)
+    positions = torch.tensor([0, 1, 900, 3, 77], dtype=torch.int32)
+    slots = torch.tensor([4, 0, 2, 6, 1], dtype=torch.int32)
+    k, v = (torch.full((8, heads.kv, heads.dim), NAN, dtype=BFLOAT16, device=device) for _ in "kv")
+    q = torch.full((5, heads.q, heads.dim), NAN, dtype=BFLOAT16, device=device)
+    write_kv(x.to(device), weights, positions.to(device), slots.to(device), q, k, v)
+    sizes = [n * heads.dim for n in (heads.q, heads.kv, heads.kv, heads.q)]
+    parts = [part.unflatten(1, (-1, heads.dim)) for part in x.double().split(sizes, dim=1)]
+    angles = weights.angles.cpu().double()[positions.long()]
+    norms = (weights.q_norm.cpu().double(), weights.k_norm.cpu().double())
+    turned = [
+        apply_rotary(rms_norm(part, norm, 1e-6), angles)
+        for part, norm in zip(parts[:2], norms, strict=True)
+    ]
+    written = slots.nonzero().flatten()
+    where = slots[written].long()
+    yield Check(f"write, {heads}: q", error(q, turned[0]), 1e-2)
+    yield Check(f"write, {heads}: k", error(k.cpu()[where], turned[1][written]), 1e-2)
+    same = torch.equal(v.cpu()[where].double(), parts[2][written])
+    same &= bool(v[[0, 3, 5, 7]].isnan().all())
+    yield Check(f"write, {heads}: v", 0.0 if same else 1.0, 0.0)
 
 
 def _bench(

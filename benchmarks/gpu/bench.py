@@ -4,9 +4,9 @@ A section is a module here with ``checks(device)`` and ``benches(device, tune=)`
 ``hyradix.engine.bench.cases``.
 """
 
-from hyradix.engine.bench.cases import BATCHES, TUNED, Bench, Call, Check, time_bench
+from hyradix.engine.bench.cases import BATCHES, TUNED, Bench, Call, Check, Checks, time_bench
 
 BANDWIDTH = 4.28e12
 """Copy on one H200, bytes read and written a second (PERFORMANCE.md, section 4)."""
 
-__all__ = ["BANDWIDTH", "BATCHES", "TUNED", "Bench", "Call", "Check", "time_bench"]
+__all__ = ["BANDWIDTH", "BATCHES", "TUNED", "Bench", "Call", "Check", "Checks", "time_bench"]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, Bench, Call, Check, Checks
 from benchmarks.gpu.dense_rows import BFLOAT16, EPS, FFN, HIDDEN, VOCAB, row_benches, row_checks
 from hyradix.kernels.activation import reference as swiglu_reference
 from hyradix.kernels.linear.triton import (
@@ -56,32 +57,38 @@ PRODUCTS = (
 ODD = Product("odd", 777, 1_111, has_norm=True, is_swiglu=True)
 
 
-def checks(device: torch.device) -> Iterator[Check]:
+def checks(device: torch.device) -> Iterator[Checks]:
     """What the table says; then of two shapes some candidates and, last, those with groups
     of warps."""
     for product in (*PRODUCTS[:5], ODD):
         for batch in (1, 2, 5, 16):
-            yield _check(product, batch, None, device)
-    yield from row_checks(device)
+            yield _checks(product, batch, None, device)
+    yield Checks("rows", partial(row_checks, device))
     chosen = PRODUCTS[2:4]
     for product in chosen:
         for batch in (1, 4, 8):
             for config in _candidates(product, batch)[:3]:
-                yield _check(product, batch, config, device)
+                yield _checks(product, batch, config, device)
     for product in chosen:
         for config in _with_groups(product):
-            yield _check(product, 16, config, device)
+            yield _checks(product, 16, config, device)
+
+
+def _checks(
+    product: Product, batch: int, config: LinearConfig | None, device: torch.device
+) -> Checks:
+    name = f"{product.name}, {batch} rows, {config or 'table'}"
+    return Checks(name, partial(_check, name, product, batch, config, device))
 
 
 def _check(
-    product: Product, batch: int, config: LinearConfig | None, device: torch.device
-) -> Check:
+    name: str, product: Product, batch: int, config: LinearConfig | None, device: torch.device
+) -> Iterator[Check]:
     x, weight, norm, residual = _inputs(product, batch, device)
     out, scratch = torch.full_like(residual, NAN), LinearScratch(NUM_PARTS, device)
     _call(product, x, weight, norm, residual, out, config, scratch)
     expected = _expected(product, x, weight, norm, residual)
-    name = f"{product.name}, {batch} rows, {config or 'table'}"
-    return Check(name, error(out, expected), 1e-2)
+    yield Check(name, error(out, expected), 1e-2)
 
 
 def _expected(

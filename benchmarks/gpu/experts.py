@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.attention import CONTEXT
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, Bench, Call, Check, Checks
 from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.activation.triton import activate
 from hyradix.kernels.attention.triton import DeviceQueries, query_blocks, tokens_per_block
@@ -109,16 +110,16 @@ CHECKED = (
 )
 
 
-def checks(device: torch.device) -> Iterator[Check]:
-    for mixture in (*MIXTURES, ODD, GROUPS):
-        yield from _check_routing(mixture, device)
-    for mixture, dtype, counts in CHECKED:
-        weights = mixture.weights(device, dtype)
-        for tokens in counts:
-            yield _check_experts(mixture, weights, tokens, device)
+def checks(device: torch.device) -> Iterator[Checks]:
     for dtype, limit in ((BFLOAT16, 1e-2), (torch.float32, 2e-3)):  # scores in tf32
-        for counts in ([1, 1, 1, 1], [70, 1, 9]):
-            yield _check_latent(counts, dtype, limit, device)
+        for rows in ([70, 1, 9], [1, 1, 1, 1]):
+            name = f"latent attention, {rows}, {dtype}"
+            yield Checks(name, partial(_check_latent, rows, name, dtype, limit, device))
+    for mixture, dtype, counts in CHECKED:
+        name = f"experts, {mixture.name}, {dtype}"
+        yield Checks(name, partial(_check_mixture, mixture, dtype, counts, device))
+    for mixture in (*MIXTURES, ODD, GROUPS):
+        yield Checks(f"routing, {mixture.name}", partial(_check_routing, mixture, device))
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
@@ -162,6 +163,14 @@ def _check_routing(mixture: Mixture, device: torch.device) -> Iterator[Check]:
     yield Check(f"routing, {mixture.name}: weights", error(found.weights, expected.weights), 1e-5)
     if expected.shared is not None:
         yield Check(f"routing, {mixture.name}: gate", error(found.shared, expected.shared), 1e-5)
+
+
+def _check_mixture(
+    mixture: Mixture, dtype: torch.dtype, counts: tuple[int, ...], device: torch.device
+) -> Iterator[Check]:
+    weights = mixture.weights(device, dtype)
+    for tokens in counts:
+        yield _check_experts(mixture, weights, tokens, device)
 
 
 def _check_experts(
@@ -293,8 +302,8 @@ def _tokens(
 
 
 def _check_latent(
-    counts: list[int], dtype: torch.dtype, limit: float, device: torch.device
-) -> Check:
+    counts: list[int], name: str, dtype: torch.dtype, limit: float, device: torch.device
+) -> Iterator[Check]:
     """Against keys and values written out, in float64."""
     starts = [65, 0, 130, 7][: len(counts)]
     raw, tokens = _latent_weights(), _tokens(counts, starts, dtype.itemsize, device)
@@ -321,7 +330,7 @@ def _check_latent(
         p = scores.masked_fill(hidden, -torch.inf).softmax(2)
         expected.append(torch.einsum("htn,hnv->thv", p, v).flatten(1))
         first += count
-    return Check(f"latent attention, {counts}, {dtype}", error(out, torch.cat(expected)), limit)
+    yield Check(name, error(out, torch.cat(expected)), limit)
 
 
 def _bench_latent(batch: int, start: int, count: int, device: torch.device) -> Bench:

@@ -6,11 +6,12 @@ Shapes: as in ``rules.py``, bfloat16 activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import Bench, Call, Check
+from benchmarks.gpu.bench import Bench, Call, Check, Checks
 from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees, RaggedTrees, taps_of
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
@@ -25,6 +26,7 @@ from tests.kernels.triton_kernels.test_prefill import ragged
 Make = Callable[[torch.device], Family]
 R, LOGGED = 16, 8
 BFLOAT16 = torch.bfloat16
+LIMITS = {torch.float32: 2e-3, BFLOAT16: 1e-2}
 SERVED: dict[str, Make] = {
     "kda": lambda device: kda_family(MixerShape(32, 32, 128, 128), device),
     "mamba2": lambda device: mamba2_family(MixerShape(1, 48, 128, 64), device),
@@ -39,20 +41,31 @@ OTHERS: dict[str, Make] = {
 }
 
 
-def checks(device: torch.device) -> Iterator[Check]:
+def checks(device: torch.device) -> Iterator[Checks]:
+    for make_checks in (_check_prefill, _check_trees):
+        for name, make in {**SERVED, **OTHERS}.items():
+            for dtype in (torch.float32, BFLOAT16):
+                label = f"{name}, {str(dtype).removeprefix('torch.')}"
+                run = partial(make_checks, make, label, dtype, device)
+                yield Checks(f"{make_checks.__name__.removeprefix('_check_')}, {label}", run)
+
+
+def _check_prefill(
+    make: Make, label: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[Check]:
     lengths, slots = [333, 1, 70, 2], [2, 1, 4, 3]
     saves = [(0, 1, 5), (0, 65, 6), (0, 128, 7), (0, 332, 8), (2, 64, 9)]
-    for name, make in {**OTHERS, **SERVED}.items():
-        torch.manual_seed(0)
-        family = make(device)
-        for dtype, limit in ((torch.float32, 2e-3), (BFLOAT16, 1e-2)):
-            label = f"{name}, {str(dtype).removeprefix('torch.')}"
-            found = prefill_errors(family, device, dtype, lengths, slots, saves)
-            yield Check(f"prefill, {label}", found[0], limit)
-            yield Check(f"prefill, {label}: states", found[1], 1e-5)
-            found = tree_errors(family, device, dtype, capacity=R)
-            yield Check(f"trees, {label}", found[0], limit)
-            yield Check(f"trees, {label}: rows", found[1], 1e-5)
+    found = prefill_errors(make(device), device, dtype, lengths, slots, saves)
+    yield Check(f"prefill, {label}", found[0], LIMITS[dtype])
+    yield Check(f"prefill, {label}: states", found[1], 1e-5)
+
+
+def _check_trees(
+    make: Make, label: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[Check]:
+    found = tree_errors(make(device), device, dtype, capacity=R)
+    yield Check(f"trees, {label}", found[0], LIMITS[dtype])
+    yield Check(f"trees, {label}: rows", found[1], 1e-5)
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, Bench, Call, Check, Checks
 from hyradix.kernels.state_slots.triton import Registry, move_rows_, move_slots_
 from hyradix.kernels.tree_recurrence import keeping
 from hyradix.kernels.tree_recurrence.keeping import Moves, StateArrays
@@ -23,30 +24,36 @@ NAMES = ("recurrent", "windows", "conv", "states", "k", "u", "g")
 _SLOT = HV * DK * DV * 4 + (WIDTH - 1) * CHANNELS * 2
 
 
-def checks(device: torch.device) -> Iterator[Check]:
+def checks(device: torch.device) -> Iterator[Checks]:
     for shape in (
         (3, 6, 40, 72, 1),
         (2, 2, 33, 17, 33),
         (HK, HV, DK, DV, 1),
         (4, 4, 128, 128, 128),
     ):
-        small = _arrays(2, 5, *shape, 70, torch.device("cpu"))
-        counts = np.array([R, 3, 9, 0], np.int32)
-        taps = window_taps(counts, width=WIDTH, first_row=WIDTH - 1)
-        numbers = ([2, 3, 0, 1], [2, 4, 0, 1], [3, 1, 0, 2])
-        moves = Moves(*(np.array(x, np.int32) for x in numbers), counts, taps)
-        for x in (small.k, small.u, small.g):
-            x[:, 1, 3:] = x[:, 2] = x[:, 0] = NAN
-        real = Moves(*(getattr(moves, name)[[0, 1, 3]] for name in Moves.__slots__))
-        expected = _copy(small, dtype=torch.float64)
-        keeping.fold(GDN, expected, real)
-        ours = _copy(small, device=device)
-        fold_(ours, DeviceMoves.of(moves, device))
         name = f"fold, {shape}"
-        found = ours.recurrent[:, 1:]
-        yield Check(name, error(found, expected.recurrent[:, 1:]), 1e-5)
-        same = torch.equal(ours.windows[:, 1:].cpu().double(), expected.windows[:, 1:])
-        yield Check(f"{name}: windows", 0.0 if same else 1.0, 0.0)
+        yield Checks(name, partial(_check_fold, shape, name, device))
+
+
+def _check_fold(
+    shape: tuple[int, int, int, int, int], name: str, device: torch.device
+) -> Iterator[Check]:
+    small = _arrays(2, 5, *shape, 70, torch.device("cpu"))
+    counts = np.array([R, 3, 9, 0], np.int32)
+    taps = window_taps(counts, width=WIDTH, first_row=WIDTH - 1)
+    numbers = ([2, 3, 0, 1], [2, 4, 0, 1], [3, 1, 0, 2])
+    moves = Moves(*(np.array(x, np.int32) for x in numbers), counts, taps)
+    for x in (small.k, small.u, small.g):
+        x[:, 1, 3:] = x[:, 2] = x[:, 0] = NAN
+    real = Moves(*(getattr(moves, name)[[0, 1, 3]] for name in Moves.__slots__))
+    expected = _copy(small, dtype=torch.float64)
+    keeping.fold(GDN, expected, real)
+    ours = _copy(small, device=device)
+    fold_(ours, DeviceMoves.of(moves, device))
+    found = ours.recurrent[:, 1:]
+    yield Check(name, error(found, expected.recurrent[:, 1:]), 1e-5)
+    same = torch.equal(ours.windows[:, 1:].cpu().double(), expected.windows[:, 1:])
+    yield Check(f"{name}: windows", 0.0 if same else 1.0, 0.0)
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:

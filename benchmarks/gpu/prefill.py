@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import Bench, Call, Check
-from benchmarks.gpu.recurrent import B4, BFLOAT16, SHAPES
+from benchmarks.gpu.bench import Bench, Call, Check, Checks
+from benchmarks.gpu.recurrent import B4, BFLOAT16, SHAPES, described
 from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
 from hyradix.kernels.gated_delta_net.triton_parts import PackedMixer
@@ -21,9 +22,10 @@ LENGTHS = ([8_192], [500], [1_024] * 8, [16] * 64)
 PASS = tuple(ChunkConfig(block_v, 4, 4, stages) for block_v in (32, 64) for stages in (1, 2))
 
 
-def checks(device: torch.device) -> Iterator[Check]:
-    for shape in SHAPES:
-        yield from _check(shape, device)
+def checks(device: torch.device) -> Iterator[Checks]:
+    for shape in reversed(SHAPES):
+        name = f"prefill, {described(shape)}"
+        yield Checks(name, partial(_check, shape, name, device))
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
@@ -45,7 +47,7 @@ def _ragged(lengths: list[int], saves: list[tuple[int, int, int]]) -> RaggedStat
     return RaggedStates(cu, slots, offsets, at, there)
 
 
-def _check(shape: MixerShape, device: torch.device) -> Iterator[Check]:
+def _check(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
     case = MixerCase(shape, 9, device, dtype=BFLOAT16)
     lengths = [333, 1, 70, 2]
     batch = _ragged(lengths, [(0, 1, 6), (0, 65, 7), (0, 332, 8), (2, 64, 9)])
@@ -59,7 +61,6 @@ def _check(shape: MixerShape, device: torch.device) -> Iterator[Check]:
     expected_conv, expected_state = case.conv.double(), case.state.double()
     pools = expected_conv, expected_state
     expected = mix(projected.double(), wide(case.mixer), batch, *pools)
-    name = f"prefill, {shape.hk}/{shape.hv} heads of {shape.dk}x{shape.dv}"
     yield Check(name, error(out, expected), 1e-2)
     written = [1, 2, 3, 4, 6, 7, 8, 9]
     yield Check(f"{name}: states", error(state[written], expected_state[written]), 1e-5)

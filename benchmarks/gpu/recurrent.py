@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check
+from benchmarks.gpu.bench import BATCHES, Bench, Call, Check, Checks
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
 from hyradix.kernels.gated_delta_net.tree_reference import mix_trees
 from hyradix.kernels.gated_delta_net.triton import step_
@@ -45,14 +46,22 @@ CHECKED = (
 )
 
 
-def checks(device: torch.device) -> Iterator[Check]:
-    for shape in SHAPES:
-        name = f"{shape.hk}/{shape.hv} heads of {shape.dk}x{shape.dv}"
+def checks(device: torch.device) -> Iterator[Checks]:
+    for nodes in (64, 5):
+        for shape in reversed(SHAPES):
+            name = f"tree of {nodes}, {described(shape)}"
+            yield Checks(name, partial(_check_trees, shape, nodes, name, device))
+    for shape in reversed(SHAPES):
         for config in CHECKED if shape == B4 else CHECKED[:1]:
-            of_config = name if config is None else f"{name}, {config}"
-            yield from _check_step(shape, of_config, config, device)
-            yield from _check_log(shape, of_config, config, device)
-        yield from _check_trees(shape, name, device)
+            name = described(shape) if config is None else f"{described(shape)}, {config}"
+            given = (shape, name, config, device)
+            yield Checks(f"log step, {name}", partial(_check_log, *given))
+            yield Checks(f"step, {name}", partial(_check_step, *given))
+
+
+def described(shape: MixerShape) -> str:
+    """Its name in a check's."""
+    return f"{shape.hk}/{shape.hv} heads of {shape.dk}x{shape.dv}"
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
@@ -127,39 +136,38 @@ def _check_log(
     yield Check(f"log step, {name}: folded", worst, 1e-5)
 
 
-def _check_trees(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
+def _check_trees(shape: MixerShape, nodes: int, name: str, device: torch.device) -> Iterator[Check]:
     generator = np.random.default_rng(0)
-    for nodes in (5, 64):
-        sizes = [nodes, 1, nodes - 3]
-        parents = [
-            np.array([-1] + [generator.integers(max(0, i - 4), i) for i in range(1, size)])
-            for size in sizes
-        ]
-        case = MixerCase(shape, 3, device, num_log_rows=R, num_nodes=nodes)
-        case.slots = torch.tensor([3, 1, 2], dtype=torch.int32)
-        counts = torch.tensor([R, 0, 7])
-        log = case.log(counts)
-        trees = _trees(parents, case.slots, case.log_rows, counts, shape.width, log.first_node)
-        total = sum(sizes)
-        projected = case.normal(total, shape.projected).to(BFLOAT16)
-        ours, scratch = log_to(log, device), _tree_scratch(shape, total, device)
-        out = torch.full((total, shape.hv * shape.dv), NAN, dtype=BFLOAT16, device=device)
-        mix_trees_(
-            projected.to(device), case.packed, DeviceTrees.of(trees, nodes, device, padded_to=4),
-            case.conv.to(device), case.state.to(device), ours, scratch, out,
-        )  # fmt: skip
-        judged = SpecLayer(
-            mode="log", first_node=log.first_node, num_log_rows=R,
-            **{x: getattr(log, x).double() for x in ("conv", "k", "u", "g")},
-        )  # fmt: skip
-        expected = torch.full(out.shape, NAN, dtype=torch.float64)
-        pools = case.conv.double(), case.state.double()
-        mix_trees(projected.double(), wide(case.mixer), trees, *pools, judged, expected)
-        yield Check(f"tree of {nodes}, {name}", error(out, expected), 1e-2)
-        u, expected_u = ours.u.cpu(), judged.u
-        is_written = torch.equal(u.isnan(), expected_u.isnan())
-        worst = error(u.nan_to_num(), expected_u.nan_to_num()) if is_written else float("inf")
-        yield Check(f"tree of {nodes}, {name}: u", worst, 1e-5)
+    sizes = [nodes, 1, nodes - 3]
+    parents = [
+        np.array([-1] + [generator.integers(max(0, i - 4), i) for i in range(1, size)])
+        for size in sizes
+    ]
+    case = MixerCase(shape, 3, device, num_log_rows=R, num_nodes=nodes)
+    case.slots = torch.tensor([3, 1, 2], dtype=torch.int32)
+    counts = torch.tensor([R, 0, 7])
+    log = case.log(counts)
+    trees = _trees(parents, case.slots, case.log_rows, counts, shape.width, log.first_node)
+    total = sum(sizes)
+    projected = case.normal(total, shape.projected).to(BFLOAT16)
+    ours, scratch = log_to(log, device), _tree_scratch(shape, total, device)
+    out = torch.full((total, shape.hv * shape.dv), NAN, dtype=BFLOAT16, device=device)
+    mix_trees_(
+        projected.to(device), case.packed, DeviceTrees.of(trees, nodes, device, padded_to=4),
+        case.conv.to(device), case.state.to(device), ours, scratch, out,
+    )  # fmt: skip
+    judged = SpecLayer(
+        mode="log", first_node=log.first_node, num_log_rows=R,
+        **{x: getattr(log, x).double() for x in ("conv", "k", "u", "g")},
+    )  # fmt: skip
+    expected = torch.full(out.shape, NAN, dtype=torch.float64)
+    pools = case.conv.double(), case.state.double()
+    mix_trees(projected.double(), wide(case.mixer), trees, *pools, judged, expected)
+    yield Check(name, error(out, expected), 1e-2)
+    u, expected_u = ours.u.cpu(), judged.u
+    is_written = torch.equal(u.isnan(), expected_u.isnan())
+    worst = error(u.nan_to_num(), expected_u.nan_to_num()) if is_written else float("inf")
+    yield Check(f"{name}: u", worst, 1e-5)
 
 
 def _trees(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Call, Check
+from benchmarks.gpu.bench import Bench, Call, Check, Checks
 from hyradix.kernels.causal_conv.triton import conv_step_
 from hyradix.kernels.tree_recurrence.rules import KDA, MAMBA2, Rows, Rule, read, update
 from hyradix.kernels.tree_recurrence.spec_layer import SpecLayer
@@ -30,19 +32,28 @@ ODD = ((2, 4), (40, 23))
 R, LOGGED = 16, 8
 
 
-def checks(device: torch.device) -> Iterator[Check]:
+def checks(device: torch.device) -> Iterator[Checks]:
     for rule, shape in SHAPES.items():
-        for heads, dims in (ODD, shape):
-            yield from _check_steps(rule, heads, dims, device)
-            yield from _check_verify(rule, heads, dims, device)
-    yield from _check_conv(device)
+        for heads, dims in (shape, ODD):
+            name = f"{rule.name} of {heads[1]} heads of {dims[0]}x{dims[1]}"
+            given = (rule, name, heads, dims, device)
+            for seed, max_nodes in ((1, 60), (0, 12)):
+                run = partial(_check_verify, seed, max_nodes, *given)
+                yield Checks(f"trees of up to {max_nodes}, {name}", run)
+            yield Checks(f"steps, {name}", partial(_check_steps, *given))
+    yield Checks("convolution", partial(_check_conv, device))
     families = {
         **CASES,
         "kda 48b": (kda_case, 32, 32, 128, 128, None),
         "mamba2 48 heads": (mamba2_case, 1, 48, 128, 64, (0.0, float("inf"))),
     }
     for name, case in families.items():
-        yield Check(f"{name}: steps of a family", run_steps(device, *case), 1e-5)
+        name = f"{name}: steps of a family"
+        yield Checks(name, partial(_check_family, name, case, device))
+
+
+def _check_family(name: str, case: tuple[Any, ...], device: torch.device) -> Iterator[Check]:
+    yield Check(name, run_steps(device, *case), 1e-5)
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
@@ -60,10 +71,9 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
 
 
 def _check_steps(
-    rule: Rule, heads: tuple[int, int], dims: tuple[int, int], device: torch.device
+    rule: Rule, name: str, heads: tuple[int, int], dims: tuple[int, int], device: torch.device
 ) -> Iterator[Check]:
     count, capacity = 7, 8
-    name = f"{rule.name} of {heads[1]} heads of {dims[0]}x{dims[1]}"
     case = make_case(rule, 1, parents=[[-1]], max_rows=capacity, heads=heads, dims=dims)
     case = replace(case, num_log_rows=torch.tensor([count]))
     logged = make_case(rule, 2, parents=[[-1, *range(7)]], heads=heads, dims=dims)
@@ -104,33 +114,33 @@ def _check_steps(
 
 
 def _check_verify(
-    rule: Rule, heads: tuple[int, int], dims: tuple[int, int], device: torch.device
-) -> Iterator[Check]:
-    for seed, max_nodes in ((0, 12), (1, 60)):
-        case = make_case(rule, seed, max_nodes=max_nodes, max_rows=R, heads=heads, dims=dims)
-        trees, spec = trees_of(case, device), spec_of(case)
-        sizes, nodes = [case.size(n) for n in range(3)], case.q.shape[1]
-        scratch = TreeScratch(sum(sizes), *heads, *dims, device)
-        scratch.o.fill_(NAN)
-        scratch.q.copy_(torch.cat([case.q[n, : sizes[n]] for n in range(3)]))
-        scratch.beta.copy_(torch.cat([case.inputs.beta[n, : sizes[n]] for n in range(3)]))
-        state = torch.full((5, *case.base.shape[1:]), NAN, device=device)
-        state[[4, 1, 2]] = case.base.to(device)
-        channels = None
-        if rule.has_channel_decay:
-            channels = ChannelScratch(4, nodes, R, heads[1], dims[0], device)
-        k, u, g = (x.clone().to(device) for x in (spec.k, spec.u, spec.g))
-        ours = SpecLayer(mode="log", conv=None, first_node=0, num_log_rows=R, k=k, u=u, g=g)
-        verify_nodes_(rule, trees, state, ours, scratch, torch.bfloat16, channels=channels)
-        oracles = [case.oracle(n) for n in range(3)]
-        name = f"trees of {nodes}, {rule.name} of {heads[1]} heads of {dims[0]}x{dims[1]}"
-        o = torch.cat([x[0] for x in oracles])
-        yield Check(name, error(scratch.o, o), 1e-2)
-        found = torch.cat(
-            [u[row, R : R + size].cpu() for row, size in zip((2, 3, 1), sizes, strict=True)]
-        )
-        expected = torch.cat([x[2].u for x in oracles])
-        yield Check(f"{name}: u", error(found, expected), 1e-5)
+    seed: int, max_nodes: int, rule: Rule, name: str, heads: tuple[int, int],
+    dims: tuple[int, int], device: torch.device,
+) -> Iterator[Check]:  # fmt: skip
+    case = make_case(rule, seed, max_nodes=max_nodes, max_rows=R, heads=heads, dims=dims)
+    trees, spec = trees_of(case, device), spec_of(case)
+    sizes, nodes = [case.size(n) for n in range(3)], case.q.shape[1]
+    scratch = TreeScratch(sum(sizes), *heads, *dims, device)
+    scratch.o.fill_(NAN)
+    scratch.q.copy_(torch.cat([case.q[n, : sizes[n]] for n in range(3)]))
+    scratch.beta.copy_(torch.cat([case.inputs.beta[n, : sizes[n]] for n in range(3)]))
+    state = torch.full((5, *case.base.shape[1:]), NAN, device=device)
+    state[[4, 1, 2]] = case.base.to(device)
+    channels = None
+    if rule.has_channel_decay:
+        channels = ChannelScratch(4, nodes, R, heads[1], dims[0], device)
+    k, u, g = (x.clone().to(device) for x in (spec.k, spec.u, spec.g))
+    ours = SpecLayer(mode="log", conv=None, first_node=0, num_log_rows=R, k=k, u=u, g=g)
+    verify_nodes_(rule, trees, state, ours, scratch, torch.bfloat16, channels=channels)
+    oracles = [case.oracle(n) for n in range(3)]
+    name = f"trees of {nodes}, {name}"
+    o = torch.cat([x[0] for x in oracles])
+    yield Check(name, error(scratch.o, o), 1e-2)
+    found = torch.cat(
+        [u[row, R : R + size].cpu() for row, size in zip((2, 3, 1), sizes, strict=True)]
+    )
+    expected = torch.cat([x[2].u for x in oracles])
+    yield Check(f"{name}: u", error(found, expected), 1e-5)
 
 
 def _check_conv(device: torch.device) -> Iterator[Check]:

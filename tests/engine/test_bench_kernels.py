@@ -100,14 +100,22 @@ def test_the_demo_models_shape_and_the_gpus_sections() -> None:
 
 
 def test_a_gpus_section_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here in Triton's interpreter; a section that breaks off is a failed check."""
+    """Here in Triton's interpreter; a process that breaks off is a failed check."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     options = replace(OPTIONS, check_only=True, batches=())
+    monkeypatch.setattr(sections.os, "cpu_count", lambda: 3)
     checks = sections.checks_in_processes(["keeping", "missing"], options)
-    assert {check["section"] for check in checks if "section" in check} == {"keeping"}
-    assert all(check["ok"] for check in checks[:-1])
-    assert checks[-1] == {"name": "section missing", "error": "it broke off", "ok": False}
+    found = [check for check in checks if "section" in check]
+    assert {check["section"] for check in found} == {"keeping"}
+    assert all(check["ok"] for check in found)
+    names = [check["name"] for check in found]
+    assert len(names) == len(set(names)) == 8
+    reason = "it broke off, exit code 1, in nothing yet"
+    broken = [check for check in checks if "section" not in check]
+    assert broken == [{"name": "section missing", "error": reason, "ok": False}]
+    late = sections.checks_in_processes(["missing"], replace(options, budget_s=0.0))
+    assert late[-1]["error"] in ("over its budget of 0 s, in nothing yet", reason)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ __all__ = ["_few_programs", "_interpreter_warnings", "device"]
 collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
 
 if HAS_TRITON and IS_INTERPRETED:
-    from tests.support.interpreter import multiply_bfloat16
+    from tests.support.interpreter import mend_bfloat16
 
-    multiply_bfloat16()
+    mend_bfloat16()
 
 
 @pytest.fixture(scope="session")

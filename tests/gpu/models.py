@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hyradix.engine.demo import demo_directory
 from hyradix.kernels.ops import load_ops
 from hyradix.models.decoder import Decoder
@@ -112,7 +114,10 @@ class Models:
             if kind == "checkpoint":
                 if is_new:  # the other kinds run without transformers
                     checkpoints = importlib.import_module("tests.support.checkpoints")
-                    checkpoints.build(name).save_pretrained(where)
+                    checkpoint = checkpoints.build(name)
+                    for parameter in checkpoint.parameters():
+                        parameter.data = _rounded(parameter.data)
+                    checkpoint.save_pretrained(where)
                 model = load_model(where, backend=backend, device=device, dtype=dtype)
             else:
                 raw = SMALL[name] if kind == "small" else REAL[name]
@@ -140,6 +145,11 @@ def _drawn(directory: Path, backend: str, device: str, dtype: str) -> Decoder:
     config = load_config(directory)
     drawn = init_random(config, seed=3)
     factor = 12.0 if config.hidden_size < 64 else 4.0
-    weights = {name: x * factor if x.ndim > 1 else x for name, x in drawn.items()}
+    weights = {name: _rounded(x * factor if x.ndim > 1 else x) for name, x in drawn.items()}
     ops = load_ops(backend, device=device, dtype=DTYPES[dtype])
     return build_model(config, weights, ops, dtype=dtype)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """Matrices to what bfloat16 holds: a model of either type has the same weights."""
+    return x.bfloat16().to(x.dtype) if x.ndim > 1 else x

@@ -22,7 +22,7 @@ from tests.kernels.triton_kernels.ops_cases import (
     offsets,
     with_columns,
 )
-from tests.support.interpreter import multiply_bfloat16
+from tests.support.interpreter import mend_bfloat16
 
 DTYPES = [torch.float32, torch.bfloat16]
 TREE = [-1, 0, 0, 1, 1]
@@ -31,7 +31,7 @@ TREE = [-1, 0, 0, 1, 1]
 @pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
 def both(request, device) -> Both:
     if device.type == "cpu":
-        multiply_bfloat16()
+        mend_bfloat16()
     return Both(device, request.param)
 
 

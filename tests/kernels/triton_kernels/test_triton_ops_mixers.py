@@ -20,7 +20,7 @@ from tests.kernels.triton_kernels.ops_cases import (
     offsets,
     ragged_trees,
 )
-from tests.support.interpreter import multiply_bfloat16
+from tests.support.interpreter import mend_bfloat16
 
 FAMILIES = ["gdn", "kda", "mamba2"]
 TREE = [-1, 0, 0, 1, 1]
@@ -30,7 +30,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def both(request, device) -> Both:
     if device.type == "cpu":
-        multiply_bfloat16()
+        mend_bfloat16()
     return Both(device, request.param)
 
 

@@ -18,7 +18,7 @@ from hyradix.runner.device_rehearsal import rehearse
 from hyradix.runner.device_runner import DeviceRunner
 from hyradix.runner.runner import ModelRunner
 from tests.runner.device.served import SIZES, World, arrival, compare, poison_all, serve, tokens
-from tests.support.interpreter import multiply_bfloat16
+from tests.support.interpreter import mend_bfloat16
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,7 +100,7 @@ def test_drafts_take_the_synchronous_runner_on_the_same_kernels(checkpoint: Path
 def test_bfloat16_steps_are_the_synchronous_runners(world: World, device: torch.device) -> None:
     """The same kernels on the same types: pools and windows of activations, float32 states."""
     if device.type == "cpu":
-        multiply_bfloat16()
+        mend_bfloat16()
     model = world.model("triton", str(device), "bfloat16")
     options = {"decode_log": 4, "overlap": True}
     engine = world.engine(model, DeviceRunner, **options)

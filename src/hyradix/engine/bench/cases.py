@@ -1,6 +1,6 @@
 """What a kernel's check and timing are, and how the time of a call is taken.
 
-Owns: ``Check``, ``Bench``, ``Section``, ``time_bench``. Does not know: kernels.
+Owns: ``Check``, ``Checks``, ``Bench``, ``Section``, ``time_bench``. Does not know: kernels.
 
 A bench builds several input sets and calls one after the other, so that together they are several
 times the last cache. On a GPU a CUDA graph of all of them is replayed, so launch gaps are those of
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +40,15 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Checks:
+    """Some that share what they are computed from. Nothing is computed before ``run``, and nothing
+    that other groups did is needed: any process can run any group."""
+
+    name: str
+    run: Callable[[], Iterable[Check]]
+
+
+@dataclass(frozen=True)
 class Bench:
     """One call moves ``num_bytes`` at least; ``build(n)`` makes n calls on inputs of their own."""
 
@@ -60,8 +69,8 @@ class Bench:
 class Section(Protocol):
     """Kernels that belong together: a module of ``benchmarks/gpu``, or an object."""
 
-    def checks(self, device: torch.device) -> Iterator[Check]:
-        """Every kernel against float64, on odd sizes."""
+    def checks(self, device: torch.device) -> Iterator[Checks]:
+        """Every kernel against float64, on odd sizes; what takes longest comes first."""
 
     def benches(self, device: torch.device, *, tune: bool) -> Iterator[Bench]:
         """What is timed; ``tune``: candidates of the static tables too."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from hyradix.engine.bench.cases import BATCHES, Bench, Call, Check
+from hyradix.engine.bench.cases import BATCHES, Bench, Call, Check, Checks
 from hyradix.engine.bench.conv_rows import conv_rows
 from hyradix.kernels.attention import reference as attention_reference
 from hyradix.kernels.attention.queries import RaggedQueries
@@ -71,14 +72,10 @@ class CompiledKernels:
         self._ops = CompiledOps()
         self._ops.set_num_threads(num_threads)
 
-    def checks(self, device: torch.device) -> Iterator[Check]:
+    def checks(self, device: torch.device) -> Iterator[Checks]:
         """One call of each on fresh inputs; outputs only (states have tests of their own)."""
         for name, make, _ in self._kinds():
-            for batch in (1, 5):
-                case = make(batch)
-                expected, found = case.expected(), torch.from_numpy(case.run()).double()
-                error = float((found - expected).norm() / expected.norm())
-                yield Check(f"{name}, {batch} rows", error if error == error else np.inf, _LIMIT)
+            yield Checks(name, partial(_checks, name, make))
 
     def benches(self, device: torch.device, *, tune: bool) -> Iterator[Bench]:
         """At every batch size; there is nothing to tune."""
@@ -183,6 +180,14 @@ class CompiledKernels:
             return torch.cat(pieces)
 
         return _Case(run, expected)
+
+
+def _checks(name: str, make: Callable[[int], _Case]) -> Iterator[Check]:
+    for batch in (1, 5):
+        case = make(batch)
+        expected, found = case.expected(), torch.from_numpy(case.run()).double()
+        error = float((found - expected).norm() / expected.norm())
+        yield Check(f"{name}, {batch} rows", error if error == error else np.inf, _LIMIT)
 
 
 def _builder(make: Callable[[int], _Case], batch: int) -> Callable[[int], list[Call]]:

@@ -1,6 +1,6 @@
 """``hyradix bench kernels``: every kernel checked against float64, then timed.
 
-First each section is checked (on a GPU in processes of their own, ``sections.py``). Then this
+First all sections are checked (on a GPU in processes, ``sections.py``). Then this
 process times one bench after the other, until the budget is over. Shares are of the bandwidth of a
 copy, measured just before.
 
@@ -48,8 +48,8 @@ def bench_kernels(
         checks = checks_in_processes(names, options)
     else:
         sections = {"compiled": CompiledKernels(shape, num_threads=torch.get_num_threads())}
-        found = () if options.time_only else sections["compiled"].checks(device)
-        checks = [as_json(check) for check in found]
+        groups = () if options.time_only else sections["compiled"].checks(device)
+        checks = [as_json(check) for group in groups for check in group.run()]
     report: dict[str, Any] = {"checks": checks, "timings": []}
     for check in checks:
         if not check["ok"]:

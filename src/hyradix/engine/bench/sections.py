@@ -1,12 +1,13 @@
 """The sections of kernels that are benched: which there are, and their checks in processes.
 
 A GPU's sections are the modules of ``benchmarks/gpu`` in a checkout: their checks are built from
-the tests' cases, which no installation has. Each is checked in a process of its own, all at the
-same time, which also compiles what will be timed (into Triton's cache); where candidates are tuned,
-several processes share a section's kernels, and the first does the checks.
+the tests' cases, which no installation has. Processes, as many as there are cores, check them all
+at the same time: each takes groups of checks that no other has taken, first from a section of its
+own. One or more of each section then compile what will be timed, into Triton's cache.
 
 Owns: ``KernelBenchOptions``, finding and loading sections, these processes (this module is what
 they run). Does not know: how time is taken, reports.
+Invariant: a group is taken once, and by whoever takes it computed from the same random numbers.
 Read next: ``kernels.py``.
 """
 
@@ -17,19 +18,24 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from hyradix.engine.bench.cases import Bench, Check, Section
+from hyradix.engine.bench.cases import Bench, Check, Checks, Section
 from hyradix.engine.bench.provenance import ROOT
 from hyradix.errors import ConfigError
 
 GPU_SECTIONS = "benchmarks/gpu"
+MOST_PROCESSES = 16
+"""Each holds some 0.5 GB of the device, and what its group needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,36 +94,62 @@ def as_json(check: Check) -> dict[str, Any]:
 
 
 def checks_in_processes(names: list[str], options: KernelBenchOptions) -> list[dict[str, Any]]:
-    """Of all sections; one that breaks off or outlasts the budget is a failed check."""
-    path = os.pathsep.join(x or os.getcwd() for x in sys.path)
-    parts = _num_parts(options, len(names))
-    workers = {
-        (name, part): subprocess.Popen(
-            [sys.executable, "-m", __name__, name, json.dumps(asdict(options)), f"{part}/{parts}"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        for name in names
-        for part in range(parts)
-    }
+    """Of all sections; a process that breaks off or outlasts the budget is a failed check."""
     checks: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.budget_s
-    for (name, _), worker in workers.items():
-        try:
-            output, _ = worker.communicate(timeout=max(deadline - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            output, _ = worker.communicate()
-        lines = [line for line in output.splitlines() if line.startswith('{"name"')]
-        checks += [json.loads(line) | {"section": name} for line in lines]
-        if worker.returncode:
-            checks.append({"name": f"section {name}", "error": "it broke off", "ok": False})
+    with tempfile.TemporaryDirectory(prefix="checks_") as taken:
+        for worker in _start(names, options, taken):
+            reason = "it broke off, exit code {code}, in {group}"
+            try:
+                output, _ = worker.communicate(timeout=max(deadline - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                reason = f"over its budget of {options.budget_s:.0f} s, in {{group}}"
+                worker.kill()
+                output, _ = worker.communicate()
+            said = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
+            checks += [line for line in said if "name" in line]
+            if worker.returncode:
+                last = next((x for x in reversed(said) if "begun" in x), None)
+                checks.append(_broken(worker, reason, last))
     return checks
 
 
+def _start(
+    names: list[str], options: KernelBenchOptions, taken: str
+) -> list[subprocess.Popen[str]]:
+    """All processes; ``taken`` is the folder where they say which groups they took."""
+    cores, path = os.cpu_count() or 1, os.pathsep.join(x or os.getcwd() for x in sys.path)
+    parts = _num_parts(options, len(names))
+    count = parts * len(names)
+    if not options.time_only:
+        count = max(count, min(cores, MOST_PROCESSES))
+    threads = str(max(1, cores // max(count, 1)))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+    given = [json.dumps(asdict(options)), taken]
+    workers = []
+    for i in range(count):
+        order = names[i % len(names) :] + names[: i % len(names)]
+        share = f"{i // len(names)}/{parts}"
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, *given, share, *order],
+                stdout=subprocess.PIPE, text=True, env=environment,
+            )
+        )  # fmt: skip
+    return workers
+
+
+def _broken(
+    worker: subprocess.Popen[str], reason: str, last: dict[str, Any] | None
+) -> dict[str, Any]:
+    own = cast(list[str], worker.args)[6]
+    found = last or {"section": own, "begun": "nothing yet"}
+    error = reason.format(code=worker.returncode, group=found["begun"])
+    return {"name": f"section {found['section']}", "error": error, "ok": False}
+
+
 def _num_parts(options: KernelBenchOptions, num_sections: int) -> int:
-    """Processes of a section: as many as the machine compiles at once."""
+    """Processes that compile what a section times."""
     if not options.tune or options.check_only:
         return 1
     return max(1, min(8, ((os.cpu_count() or 1) - 1) // max(num_sections, 1)))
@@ -132,18 +164,28 @@ def _to_compile(section: Section, options: KernelBenchOptions, device: torch.dev
     return list(first.values())
 
 
-def run_section(name: str, options: KernelBenchOptions, part: int = 0, parts: int = 1) -> int:
-    """Print the checks, one JSON object a line; run every bench once, on one input set."""
-    section, status, device = load_section(name), 0, torch.device(options.device)
-    has_checks = part == 0 and not options.time_only
+def run_sections(
+    names: list[str], options: KernelBenchOptions, taken: Path, part: int = 0, parts: int = 1
+) -> int:
+    """What one process does: checks that nobody took yet, of the first section first; then every
+    bench of its part of the first section once, on one input set. Prints JSON, an object a line.
+
+    Returns: the exit code.
+    """
+    device, own = torch.device(options.device), load_section(names[0])
+    status = 0
     try:
-        for check in section.checks(device) if has_checks else ():
-            print(json.dumps(as_json(check)), flush=True)
+        for name in () if options.time_only else names:
+            for group in _free_groups(name, own if name == names[0] else None, device, taken):
+                _say(section=name, begun=group.name)
+                _run_group(name, group)
+                _drop_memory()
     except Exception:
         traceback.print_exc()
         status = 1
-    benches = [] if options.check_only else _to_compile(section, options, device)
-    for bench in benches[part::parts]:
+    benches = [] if options.check_only else _to_compile(own, options, device)
+    for bench in benches[part::parts] if part < parts else ():
+        _say(section=names[0], begun=f"bench {bench.name} {bench.batch} {bench.note}")
         try:
             bench.build(1)[0]()
             torch.cuda.synchronize()  # a fault shows here
@@ -151,13 +193,48 @@ def run_section(name: str, options: KernelBenchOptions, part: int = 0, parts: in
             print(f"bench {bench.name} {bench.batch} {bench.note}", file=sys.stderr)
             traceback.print_exc()
             status = 1
-        gc.collect()
-        torch.cuda.empty_cache()
+        _drop_memory()
     return status
 
 
+def _free_groups(
+    name: str, section: Section | None, device: torch.device, taken: Path
+) -> Iterator[Checks]:
+    """Groups of a section that are from now on this process's; a section that cannot be loaded
+    breaks its own processes alone."""
+    try:
+        section = section or load_section(name)
+    except Exception:
+        return
+    for i, group in enumerate(section.checks(device)):
+        try:
+            (taken / f"{name}.{i}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        torch.manual_seed(i)
+        yield group
+
+
+def _run_group(name: str, group: Checks) -> None:
+    started = time.monotonic()
+    for check in group.run():
+        seconds = round(time.monotonic() - started, 1)
+        _say(**as_json(check), section=name, seconds=seconds)
+        started = time.monotonic()
+
+
+def _say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def _drop_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 if __name__ == "__main__":
-    fields = json.loads(sys.argv[2])
+    fields = json.loads(sys.argv[1])
     tuples = {key: tuple(fields[key]) for key in ("only", "batches")}
     share = (int(number) for number in sys.argv[3].split("/"))
-    sys.exit(run_section(sys.argv[1], KernelBenchOptions(**fields | tuples), *share))
+    asked = KernelBenchOptions(**fields | tuples)
+    sys.exit(run_sections(sys.argv[4:], asked, Path(sys.argv[2]), *share))
