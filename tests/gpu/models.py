@@ -2,6 +2,8 @@
 
 ``SMALL`` ones are for the interpreter too, ``CHECKPOINTS`` are those that ``tests/models`` compare
 with transformers, ``REAL`` ones have the head sizes that releases have, in few layers.
+
+Invariant: matrices hold what bfloat16 holds: a model has the same weights in either type.
 """
 
 from __future__ import annotations
@@ -102,13 +104,18 @@ class Models:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._known: dict[tuple[str, ...], Decoder] = {}
+        self._known: dict[tuple[str | bool, ...], Decoder] = {}
 
-    def load(self, kind: str, name: str, backend: str, device: str, dtype: str) -> Decoder:
-        """kind: small, checkpoint or real. Vectors stay float32; matrices get ``dtype``."""
-        key = (kind, name, backend, device, dtype)
+    def load(
+        self, kind: str, name: str, backend: str, device: str, dtype: str, *, chooses: bool = True
+    ) -> Decoder:
+        """kind: small, checkpoint or real. Vectors stay float32; matrices get ``dtype``.
+
+        chooses: False: every expert is every token's, weighed as ever.
+        """
+        key = (kind, name, backend, device, dtype, chooses)
         if key not in self._known:
-            where = self._directory / f"{kind} {name}"
+            where = self._directory / f"{kind} {name}{'' if chooses else ', all experts'}"
             is_new = not where.exists()
             where.mkdir(exist_ok=True)
             if kind == "checkpoint":
@@ -118,9 +125,13 @@ class Models:
                     for parameter in checkpoint.parameters():
                         parameter.data = _rounded(parameter.data)
                     checkpoint.save_pretrained(where)
+                    if not chooses:
+                        path = where / "config.json"
+                        path.write_text(json.dumps(_with_all_experts(json.loads(path.read_text()))))
                 model = load_model(where, backend=backend, device=device, dtype=dtype)
             else:
                 raw = SMALL[name] if kind == "small" else REAL[name]
+                raw = raw if chooses else _with_all_experts(raw)
                 (where / "config.json").write_text(json.dumps(raw))
                 model = _drawn(where, backend, device, dtype)
             self._known[key] = model
@@ -153,3 +164,14 @@ def _drawn(directory: Path, backend: str, device: str, dtype: str) -> Decoder:
 def _rounded(x: torch.Tensor) -> torch.Tensor:
     """Matrices to what bfloat16 holds: a model of either type has the same weights."""
     return x.bfloat16().to(x.dtype) if x.ndim > 1 else x
+
+
+def _with_all_experts(raw: Raw) -> Raw:
+    """A config whose tokens go to every expert of every group."""
+    counts = [raw.get(x) for x in ("num_experts", "n_routed_experts", "num_local_experts")]
+    groups = [raw.get(x) for x in ("num_expert_group", "n_group")]
+    most = {
+        "num_experts_per_tok": counts, "num_experts_per_token": counts, "topk_group": groups
+    }  # fmt: skip
+    found = {name: next((x for x in values if x), None) for name, values in most.items()}
+    return {**raw, **{name: x for name, x in found.items() if x and name in raw}}

@@ -1,21 +1,33 @@
-"""Every family's logits on a device against a cold forward by torch on the CPU."""
+"""Every family's logits on a device against a cold float32 forward by torch on the CPU.
+
+In bfloat16 a router's near tie may be turned over, and from the expert on that a token gets
+instead, it and all that comes behind it are another text: one such token of 40 took ``kimi_linear``
+from errors of 0.03 to 0.8, on the CPU as in the interpreter, while with the experts dictated both
+stayed at 0.04. What rounding does apart from that shows where nothing is chosen: there every expert
+is every token's. What is chosen is compared in float32, and by the kernels' own tests.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from hyradix.models.decoder import Decoder
 from tests.gpu.models import CHECKPOINTS, REAL, SMALL, Models
 from tests.gpu.taught import Taught, expected, play
 
 pytestmark = pytest.mark.slow
 RUNNERS = ("device", "synchronous")
 LOGS = {"small": (4,), "checkpoint": (0, 4, 16), "real": (0, 16)}
-LIMITS = {"float32": (1e-4, 1e-4), "bfloat16": (0.05, 0.5)}
-"""Largest difference over the largest logit of its position, of half of the positions and of all.
-Rounded activations move a router's near ties, and all that comes behind them."""
+DTYPES = ("float32", "bfloat16")
+LIMIT = 1e-4
+"""In float32, of every position's error: largest difference over its largest logit."""
+FACTORS, FLOORS = (1.6, 2.0), (0.004, 0.02)
+"""In bfloat16, of half of the positions and of all: how much larger than the error of torch with
+bfloat16 weights on the CPU, where what stands between products is float32."""
 
 
 def cases() -> list[Any]:
@@ -24,10 +36,11 @@ def cases() -> list[Any]:
     for i, name in enumerate(SMALL):
         case = ("cpu", "small", name, RUNNERS[i % 4 == 3], 4 * (i != 1), "float32")
         found.append(pytest.param(*case))
-    found.append(pytest.param("cpu", "small", "qwen3_5", "device", 4, "bfloat16"))
+    for name in ("qwen3_5", "kimi_linear"):
+        found.append(pytest.param("cpu", "small", name, "device", 4, "bfloat16"))
     names = [("small", x) for x in SMALL] + [("checkpoint", x) for x in CHECKPOINTS]
     for kind, name in names + [("real", x) for x in REAL]:
-        ways = [("device", log, dtype) for log in LOGS[kind] for dtype in LIMITS]
+        ways = [("device", log, dtype) for log in LOGS[kind] for dtype in DTYPES]
         ways += [("synchronous", log, "float32") for log in LOGS[kind][:2]]
         found += [pytest.param("cuda", kind, name, *way, marks=pytest.mark.gpu) for way in ways]
     return found
@@ -40,21 +53,38 @@ def test_logits_are_those_of_a_cold_forward(
     models: Models, device: torch.device, kind: str, name: str, runner: str, log: int, dtype: str
 ) -> None:
     """Whatever is a chunk, a decode, a state that was saved or one that was gone on from."""
-    model = models.load(kind, name, "triton", str(device), dtype)
+
+    def load(backend: str, place: str, dtype: str) -> Decoder:
+        return models.load(kind, name, backend, place, dtype, chooses=not is_rounded)
+
+    is_rounded = dtype == "bfloat16"
     player = Taught(
-        model, has_device_runner=runner == "device", decode_log=log, max_requests=5,
-        max_prefill_tokens=64, kv_slots=256, states=8,
+        load("triton", str(device), dtype), has_device_runner=runner == "device", decode_log=log,
+        max_requests=5, max_prefill_tokens=64, kv_slots=256, states=8,
     )  # fmt: skip
     play(player, 6 if device.type == "cpu" else 40)
-    cold = expected(models.load(kind, name, "torch", "cpu", dtype), player)
+    cold = expected(load("torch", "cpu", "float32"), player)
+    found = list(player.found())
+    errors = _half_and_all(found, cold)
+    print(f"{len(found)} positions, half of them {errors[0]:.1e}, all {errors[1]:.1e}")
+    if not is_rounded:
+        assert errors[1] < LIMIT
+        return
+    rounded = expected(load("torch", "cpu", dtype), player)
+    twins = _half_and_all(((row, at, rounded[row][at]) for row, at, _ in found), cold)
+    print(f"torch on the CPU: half of them {twins[0]:.1e}, all {twins[1]:.1e}")
+    for error, twin, factor, floor in zip(errors, twins, FACTORS, FLOORS, strict=True):
+        assert error < factor * twin + floor
+
+
+def _half_and_all(
+    found: Iterable[tuple[int, int, torch.Tensor]], cold: dict[int, torch.Tensor]
+) -> tuple[float, float]:
+    """The median and the largest error."""
     errors = []
-    for row, at, logits in player.found():
+    for row, at, logits in found:
         assert logits.isfinite().all(), (row, at)
         scale = cold[row][at].abs().max()
         errors.append(float((logits - cold[row][at]).abs().max() / scale))
     errors.sort()
-    middle, last = errors[len(errors) // 2], errors[-1]
-    print(f"{len(errors)} positions, half of them {middle:.1e}, all {last:.1e}")
-    of_half, of_all = LIMITS[dtype]
-    assert middle < of_half
-    assert last < of_all
+    return errors[len(errors) // 2], errors[-1]
