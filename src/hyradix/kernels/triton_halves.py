@@ -35,7 +35,7 @@ def split(x):
 @triton.jit
 def scale_of(x):
     """(s, 1 / s), s a power of two: the largest number of x ``[A, B]`` is s times ONE to 2 ONE."""
-    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    largest = tl.max(tl.abs(x))
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.maximum(exponent, _EXPONENT + (1 << 23)) - _EXPONENT  # s is never subnormal
     inverse = 0x7F000000 - exponent

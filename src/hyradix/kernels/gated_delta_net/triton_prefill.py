@@ -109,8 +109,9 @@ def _prepare_kernel(
         channel = 2 * HK * DK + head * DV + c
         v = _convolved(x, stride, before, window, conv_w, channel, c < DV, CHANNELS, WIDTH)
         g, beta = gates(x, decay_rate, dt_bias, head, CHANNELS, HV, DV)
-        place = ((token * HV + head) * DV)[:, None] + c
-        tl.store(all_v + place, v, mask=is_token[:, None] & (c < DV))
+        tl.store(
+            all_v + ((token * HV + head) * DV)[:, None] + c, v, mask=is_token[:, None] & (c < DV)
+        )
         tl.store(all_g + token * HV + head, g, mask=is_token)
         tl.store(all_beta + token * HV + head, beta, mask=is_token)
 
