@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hyradix.config import GPU_PREFILL, Settings, context_limit, divide_pools
 from hyradix.device_bytes import BesidePools, StepSize, beside_pools
@@ -115,14 +116,21 @@ class Plan:
     """Of one KV slot."""
     state_bytes: int
     """Of one state slot."""
+    window_bytes: int
+    """Of the conv windows in it; the rest is recurrent state."""
     max_context: int
     rows: tuple[PlanRow, ...]
     beside: BesidePools | None = None
     """What a GPU holds beside pools and buffers."""
 
-    def as_json(self) -> dict[str, dict[str, dict[str, int]]]:
+    def as_json(self) -> dict[str, dict[str, Any]]:
         """What ``--json`` writes."""
-        return {"modes": {row.mode: row.as_json() for row in self.rows}}
+        slots = {
+            "recurrent_bytes": self.state_bytes - self.window_bytes,
+            "conv_bytes": self.window_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+        return {"slots": slots, "modes": {row.mode: row.as_json() for row in self.rows}}
 
 
 def read_config(model: str) -> RawConfig:
@@ -191,6 +199,7 @@ def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> P
         dtype=dtype,
         kv_bytes=kv_bytes,
         state_bytes=shape.slot_bytes,
+        window_bytes=shape.window_bytes,
         max_context=max_context,
         rows=tuple(_row(mode, shape, options, kv_bytes, max_context) for mode in modes),
         beside=beside,
