@@ -65,6 +65,8 @@ GRANITE, NEMOTRON, BAMBA = "Granite-4.0-H-Tiny", "NVIDIA-Nemotron-3-Nano-30B-A3B
         (BAMBA, {"attn_layer_indices": [32]}, "layers of 32"),
         (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb 128"),
         (BAMBA, {"time_step_limit": [0.0]}, "wrong form"),
+        (BAMBA, {"architectures": 1, "model_type": None}, "wrong form"),
+        (BAMBA, {"partial_rotary_factor": math.inf}, "wrong form"),
         (NEMOTRON, {"use_bias": True}, "use_bias"),
         (NEMOTRON, {"mlp_bias": True}, "mlp_bias"),
         (NEMOTRON, {"tie_word_embeddings": True}, "tie_word_embeddings"),

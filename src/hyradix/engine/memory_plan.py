@@ -21,7 +21,7 @@ from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.errors import ConfigError, ModelLoadError
 from hyradix.models.config import CacheConfig, RawConfig
 from hyradix.models.forward_shape import forward_shape
-from hyradix.models.registry import find_family
+from hyradix.models.registry import find_family, reading
 from hyradix.models.shapes import expected_shapes
 from hyradix.spec_config import DraftShape, draft_shape, log_rows, refused
 from hyradix.state_bytes import (
@@ -183,8 +183,9 @@ def draft_options(
 def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> Plan:
     """The plan. Raises ``ModelLoadError`` (unknown architecture) or ``ConfigError``."""
     _check(options)
-    model = find_family(raw).parse_cache(raw)
-    dtype = pick_dtype(raw, dtype)
+    with reading("config.json"):
+        model = find_family(raw).parse_cache(raw)
+        dtype = pick_dtype(raw, dtype)
     shape = model.recurrent_shape(ELEMENT_BYTES[dtype])
     kv_bytes = model.kv_bytes_per_slot(ELEMENT_BYTES[dtype])
     max_context = context_limit(options.max_context, model.max_position)
@@ -210,8 +211,9 @@ def _beside(
     raw: RawConfig, options: PlanOptions, gpu: GpuOptions, element_bytes: int, max_context: int
 ) -> BesidePools:
     """The engine's own sums. Raises ``ModelLoadError`` for a model that cannot be run."""
-    family = find_family(raw)
-    model = family.parse_config(raw, {})
+    with reading("config.json"):
+        family = find_family(raw)
+        model = family.parse_config(raw, {})
     num_weights = sum(math.prod(shape) for shape in expected_shapes(model, family).values())
     step = StepSize(
         max_requests=options.num_requests,

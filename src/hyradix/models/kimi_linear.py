@@ -3,8 +3,9 @@
 Owns: names. Does not know: files, layers' arithmetic.
 Recurrent layers are Kimi delta attention, the others attend to one latent row per token, without
 positions. Which layer is which stands in ``linear_attn_config``, counted from 1 (releases), or in
-``layer_types`` (configs made by transformers). Both mixers are ``self_attn`` in checkpoints. A mixture of experts is ``block_sparse_moe``, its matrices w1 (gate),
-w3 (up), w2 (down); some writers put dense MLPs there too.
+``layer_types`` (configs made by transformers). Both mixers are ``self_attn`` in checkpoints. A
+mixture of experts is ``block_sparse_moe``, its matrices w1 (gate), w3 (up), w2 (down); some writers
+put dense MLPs there too.
 Read next: ``builder.py``.
 """
 
