@@ -56,8 +56,13 @@ class RecurrentShape:
     def slot_bytes(self) -> int:
         """One slot of the state pool: recurrent state and conv window of every layer."""
         recurrent = self.num_v_heads * self.k_dim * self.v_dim * self.state_bytes
+        return self.num_layers * recurrent + self.window_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """The conv windows among them."""
         window = self.conv_channels * (self.conv_width - 1) * self.conv_bytes
-        return self.num_layers * (recurrent + window)
+        return self.num_layers * window
 
     @property
     def row_shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:

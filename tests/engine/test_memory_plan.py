@@ -75,7 +75,11 @@ def test_slots_of_public_models(name, state_mib, conv_kib, kv_bytes):
     found = plan(1 << 40, 1, raw=config(name))
     assert found.dtype == "bfloat16"
     assert found.state_bytes == (state_mib << 20) + conv_kib * 1024
-    assert found.kv_bytes == kv_bytes
+    assert found.as_json()["slots"] == {
+        "recurrent_bytes": state_mib << 20,
+        "conv_bytes": conv_kib * 1024,
+        "kv_bytes": kv_bytes,
+    }
 
 
 def test_documented_slots():
@@ -324,3 +328,17 @@ def test_paths_that_are_no_config(tmp_path):
     broken.write_text("{")
     with pytest.raises(ModelLoadError, match=r"cannot read a\.json"):
         read_config(str(broken))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen3.5-9B", {"architectures": 1}),
+        ("Granite-4.0-H-Tiny", {"layer_types": 1}),
+        ("Bamba-9B", {"attn_layer_indices": 1}),
+        ("Nemotron-H-8B", {"layers_block_type": 1}),
+    ],
+)
+def test_values_of_the_wrong_form(name, changes):
+    with pytest.raises(ModelLoadError, match="wrong form"):
+        plan(1 << 40, 1, raw={**config(name), **changes})

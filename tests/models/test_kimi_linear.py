@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import KimiLinearConfig
 
 from hyradix.errors import ModelLoadError
 from hyradix.kernels.kda.reference import KdaWeights
@@ -55,6 +56,7 @@ def test_the_release_has_its_parameters_and_layers():
         ({"mla_use_nope": False}, "mla_use_nope False"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings True"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),
         ({"moe_router_activation_func": "tanh"}, "moe_router_activation_func 'tanh'"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
@@ -64,6 +66,8 @@ def test_the_release_has_its_parameters_and_layers():
         ({"linear": {"gate_lower_bound": 5.0}}, "gate_lower_bound must be negative"),
         ({"linear": {"head_dim": 0}}, "head_dim must be positive"),
         ({"linear_attn_config": None}, "linear_attn_config must be a dict"),
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types and linear_attn_config"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must name 5 layers"),
         ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
         ({"num_experts_per_token": 9}, "9 experts for each token"),
         ({"moe_layer_freq": 0}, "moe_layer_freq must be positive"),
@@ -72,6 +76,24 @@ def test_the_release_has_its_parameters_and_layers():
 def test_configs_that_are_refused(changes, words):
     with pytest.raises(ModelLoadError, match=words):
         parse_config(changed(**changes), {})
+
+
+def test_the_config_that_transformers_makes_says_the_same():
+    raw = kimi_config("kimi_linear")
+    linear = raw.pop("linear_attn_config")
+    kinds = ["full_attention" if i in linear["full_attn_layers"] else "linear_attention"
+             for i in range(1, 6)]  # fmt: skip
+    made = KimiLinearConfig(
+        **{key: value for key, value in raw.items() if key != "model_type"},
+        layer_types=kinds,
+        linear_head_dim=linear["head_dim"],
+        linear_num_heads=linear["num_heads"],
+        linear_conv_kernel_dim=linear["short_conv_kernel_size"],
+    ).to_dict()
+    assert "linear_attn_config" not in made
+    assert parse_config(made, {}) == parse_config({**made, "linear_attn_config": linear}, {})
+    with pytest.raises(ModelLoadError, match="linear_head_dim must be a int"):
+        parse_config({**made, "linear_head_dim": None}, {})
 
 
 def test_which_layers_have_experts():

@@ -221,6 +221,10 @@ def test_nested_form_equals_the_flat_one(directory, tmp_path_factory):
     model = load_model(nested)
     assert model.config.architecture == "Qwen3_5ForConditionalGeneration"
     assert model.config.layers == load_model(directory).config.layers
+    for whole, part in ((True, False), (False, True)):
+        text["tie_word_embeddings"] = part
+        change_config(nested, text_config=text, tie_word_embeddings=whole)
+        assert load_config(nested).is_tied == whole, "as transformers writes and reads it"
 
 
 def test_facts_and_end_of_sequence(directory):

@@ -65,6 +65,8 @@ GRANITE, NEMOTRON, BAMBA = "Granite-4.0-H-Tiny", "NVIDIA-Nemotron-3-Nano-30B-A3B
         (BAMBA, {"attn_layer_indices": [32]}, "layers of 32"),
         (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb 128"),
         (BAMBA, {"time_step_limit": [0.0]}, "wrong form"),
+        (BAMBA, {"architectures": 1, "model_type": None}, "wrong form"),
+        (BAMBA, {"partial_rotary_factor": math.inf}, "wrong form"),
         (NEMOTRON, {"use_bias": True}, "use_bias"),
         (NEMOTRON, {"mlp_bias": True}, "mlp_bias"),
         (NEMOTRON, {"tie_word_embeddings": True}, "tie_word_embeddings"),
@@ -98,7 +100,11 @@ def test_patterns_and_lists_of_layers_say_the_same(tmp_path):
 def test_granite_knows_positions_only_where_its_config_says_so(tmp_path):
     raw = read("Granite-4.0-H-Micro")
     assert parse(tmp_path, raw).rotary_dim == 0
-    assert parse(tmp_path, {**raw, "position_embedding_type": "rope"}).rotary_dim == 64
+    raw["position_embedding_type"] = "rope"
+    assert parse(tmp_path, raw).rotary_dim == 64
+    half = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
+    config = parse(tmp_path, {**raw, "rope_parameters": half, "partial_rotary_factor": 0.25})
+    assert (config.rotary_dim, config.rope_theta) == (64, 300.0), "transformers reads no factor"
 
 
 @pytest.mark.parametrize("name", NAMES)

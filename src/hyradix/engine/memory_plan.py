@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hyradix.config import GPU_PREFILL, Settings, context_limit, divide_pools
 from hyradix.device_bytes import BesidePools, StepSize, beside_pools
@@ -20,7 +21,7 @@ from hyradix.engine.demo import DEMO, demo_directory
 from hyradix.errors import ConfigError, ModelLoadError
 from hyradix.models.config import CacheConfig, RawConfig
 from hyradix.models.forward_shape import forward_shape
-from hyradix.models.registry import find_family
+from hyradix.models.registry import find_family, reading
 from hyradix.models.shapes import expected_shapes
 from hyradix.spec_config import DraftShape, draft_shape, log_rows, refused
 from hyradix.state_bytes import (
@@ -115,14 +116,21 @@ class Plan:
     """Of one KV slot."""
     state_bytes: int
     """Of one state slot."""
+    window_bytes: int
+    """Of the conv windows in it; the rest is recurrent state."""
     max_context: int
     rows: tuple[PlanRow, ...]
     beside: BesidePools | None = None
     """What a GPU holds beside pools and buffers."""
 
-    def as_json(self) -> dict[str, dict[str, dict[str, int]]]:
+    def as_json(self) -> dict[str, dict[str, Any]]:
         """What ``--json`` writes."""
-        return {"modes": {row.mode: row.as_json() for row in self.rows}}
+        slots = {
+            "recurrent_bytes": self.state_bytes - self.window_bytes,
+            "conv_bytes": self.window_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+        return {"slots": slots, "modes": {row.mode: row.as_json() for row in self.rows}}
 
 
 def read_config(model: str) -> RawConfig:
@@ -175,8 +183,9 @@ def draft_options(
 def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> Plan:
     """The plan. Raises ``ModelLoadError`` (unknown architecture) or ``ConfigError``."""
     _check(options)
-    model = find_family(raw).parse_cache(raw)
-    dtype = pick_dtype(raw, dtype)
+    with reading("config.json"):
+        model = find_family(raw).parse_cache(raw)
+        dtype = pick_dtype(raw, dtype)
     shape = model.recurrent_shape(ELEMENT_BYTES[dtype])
     kv_bytes = model.kv_bytes_per_slot(ELEMENT_BYTES[dtype])
     max_context = context_limit(options.max_context, model.max_position)
@@ -191,6 +200,7 @@ def make_plan(raw: RawConfig, options: PlanOptions, *, dtype: str = "auto") -> P
         dtype=dtype,
         kv_bytes=kv_bytes,
         state_bytes=shape.slot_bytes,
+        window_bytes=shape.window_bytes,
         max_context=max_context,
         rows=tuple(_row(mode, shape, options, kv_bytes, max_context) for mode in modes),
         beside=beside,
@@ -201,8 +211,9 @@ def _beside(
     raw: RawConfig, options: PlanOptions, gpu: GpuOptions, element_bytes: int, max_context: int
 ) -> BesidePools:
     """The engine's own sums. Raises ``ModelLoadError`` for a model that cannot be run."""
-    family = find_family(raw)
-    model = family.parse_config(raw, {})
+    with reading("config.json"):
+        family = find_family(raw)
+        model = family.parse_config(raw, {})
     num_weights = sum(math.prod(shape) for shape in expected_shapes(model, family).values())
     step = StepSize(
         max_requests=options.num_requests,

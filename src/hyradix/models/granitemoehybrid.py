@@ -100,7 +100,7 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     cache = parse_cache(raw)
     theta, rotary_dim = 10_000.0, 0
     if raw.get("position_embedding_type") == "rope":
-        theta, rotary_dim = rope({"partial_rotary_factor": 1.0, **raw}, cache.head_dim)
+        theta, rotary_dim = _whole_rope(raw, cache.head_dim)
     moe, shared = _experts(raw), positive(raw, "shared_intermediate_size")
     return ModelConfig(
         **asdict(cache),
@@ -123,6 +123,12 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         logits_divisor=number(raw, "logits_scaling", 1.0),
         eos_token_ids=eos_ids(generation, raw),
     )
+
+
+def _whole_rope(raw: RawConfig, head_dim: int) -> tuple[float, int]:
+    """Of all of a head: transformers reads no ``partial_rotary_factor`` in this family."""
+    parameters = {**(raw.get("rope_parameters") or {}), "partial_rotary_factor": 1.0}
+    return rope({**raw, "rope_parameters": parameters}, head_dim)
 
 
 def _experts(raw: RawConfig) -> MoeConfig | None:

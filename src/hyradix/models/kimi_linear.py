@@ -2,9 +2,10 @@
 
 Owns: names. Does not know: files, layers' arithmetic.
 Recurrent layers are Kimi delta attention, the others attend to one latent row per token, without
-positions. Which layer is which stands in ``linear_attn_config``, counted from 1. Both mixers are
-``self_attn`` in checkpoints. A mixture of experts is ``block_sparse_moe``, its matrices w1 (gate),
-w3 (up), w2 (down); some writers put dense MLPs there too.
+positions. Which layer is which stands in ``linear_attn_config``, counted from 1 (releases), or in
+``layer_types`` (configs made by transformers). Both mixers are ``self_attn`` in checkpoints. A
+mixture of experts is ``block_sparse_moe``, its matrices w1 (gate), w3 (up), w2 (down); some writers
+put dense MLPs there too.
 Read next: ``builder.py``.
 """
 
@@ -25,6 +26,7 @@ from hyradix.models.config import (
     eos_ids,
     number,
     only,
+    parse_layers,
     positive,
     require,
 )
@@ -41,12 +43,20 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "q_lora_rank": (),
     "attention_bias": (False,),
     "hidden_act": ("silu",),
+    "tie_word_embeddings": (False,),
     "mla_use_nope": (True,),
     "rope_scaling": (),
     "num_nextn_predict_layers": (0,),
     "moe_router_activation_func": ("sigmoid", "softmax"),
 }
 """Values that are supported, beside null and no such key."""
+_KINDS: dict[str, LayerKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
+_FLAT = {
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+"""What transformers calls the numbers of ``linear_attn_config``."""
 _LATENT_EPS = 1e-6
 """The norm of latents does not follow ``rms_norm_eps``."""
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -76,7 +86,7 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         ),
         decay_bound=_decay_bound(raw),
         eps=number(raw, "rms_norm_eps", 1e-5),
-        is_tied=bool(raw.get("tie_word_embeddings", False)),
+        is_tied=False,
         num_heads=num_heads,
         rotary_dim=0,
         rope_theta=1.0,
@@ -86,7 +96,7 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
 
 def parse_cache(raw: RawConfig) -> CacheConfig:
     """What is kept of a sequence; a mixture of experts does not matter."""
-    linear: RawConfig = require(raw, "linear_attn_config", dict)
+    linear = _linear(raw)
     heads, head_dim = positive(linear, "num_heads"), positive(linear, "head_dim")
     length = "model_max_length" if "model_max_length" in raw else "max_position_embeddings"
     return CacheConfig(
@@ -106,6 +116,24 @@ def parse_cache(raw: RawConfig) -> CacheConfig:
     )
 
 
+def _linear(raw: RawConfig) -> RawConfig:
+    """``linear_attn_config``, or what transformers writes in its place, in the same words."""
+    if "linear_attn_config" in raw or "layer_types" not in raw:
+        given: RawConfig = require(raw, "linear_attn_config", dict)
+        return given
+    kinds = _listed(raw)
+    places = {
+        key: [i for i, kind in enumerate(kinds, 1) if kind == wanted]
+        for key, wanted in (("kda_layers", "recurrent"), ("full_attn_layers", "attention"))
+    }
+    return {**places, **{ours: positive(raw, flat) for flat, ours in _FLAT.items()}}
+
+
+def _listed(raw: RawConfig) -> tuple[LayerKind, ...]:
+    kinds = [str(kind) for kind in require(raw, "layer_types", list)]
+    return parse_layers(kinds, positive(raw, "num_hidden_layers"), _KINDS)
+
+
 def _layers(raw: RawConfig, linear: RawConfig) -> tuple[LayerKind, ...]:
     """Both lists together must name every layer once, counted from 1."""
     count = positive(raw, "num_hidden_layers")
@@ -116,7 +144,12 @@ def _layers(raw: RawConfig, linear: RawConfig) -> tuple[LayerKind, ...]:
             f"config.json: linear_attn_config must name each of {count} layers once, in kda_layers "
             "or in full_attn_layers, counted from 1"
         )
-    return tuple("attention" if i in attention else "recurrent" for i in range(1, count + 1))
+    layers: list[LayerKind] = [
+        "attention" if i in attention else "recurrent" for i in range(1, count + 1)
+    ]
+    if raw.get("layer_types") and _listed(raw) != tuple(layers):
+        raise ModelLoadError("config.json: layer_types and linear_attn_config name other layers")
+    return tuple(layers)
 
 
 def _mlps(raw: RawConfig) -> tuple[MlpKind, ...]:
@@ -160,7 +193,7 @@ def _experts(raw: RawConfig) -> MoeConfig:
 
 
 def _decay_bound(raw: RawConfig) -> float | None:
-    linear = raw["linear_attn_config"]
+    linear = _linear(raw)
     if linear.get("gate_lower_bound") is None:
         return None
     bound: float = require(linear, "gate_lower_bound", float)

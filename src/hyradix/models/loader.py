@@ -33,7 +33,7 @@ from hyradix.models.head_names import (
 from hyradix.models.layer_builder import Tensors
 from hyradix.models.pieces import Shape, find_pieces
 from hyradix.models.random_weights import random_sources
-from hyradix.models.registry import FAMILIES, Family, find_family
+from hyradix.models.registry import FAMILIES, Family, find_family, reading
 from hyradix.models.shapes import Shapes, expected_shapes
 from hyradix.models.stored import Counted, Sources, StackedTensor, Stored, StoredTensor
 from hyradix.spec_config import ProposerName
@@ -52,11 +52,8 @@ def load_config(model: Path | str) -> ModelConfig:
         if (directory / "generation_config.json").exists():
             generation = checkpoint.read_json(directory / "generation_config.json")
     raw = checkpoint.read_json(path)
-    family = find_family(raw)
-    try:
-        return family.parse_config(raw, generation)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ModelLoadError(f"{path} has a field of the wrong form: {error!r}") from error
+    with reading(str(path)):
+        return find_family(raw).parse_config(raw, generation)
 
 
 def model_facts(

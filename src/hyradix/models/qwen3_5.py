@@ -59,8 +59,8 @@ def parse_config(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     """config.json (and generation_config.json, or ``{}``) to ``ModelConfig``."""
     text = _text_part(raw)
     if text is not raw:
-        shared = ("tie_word_embeddings", "draft_heads")
-        text = {**{key: value for key, value in raw.items() if key in shared}, **text}
+        shared = ("tie_word_embeddings", "draft_heads")  # of the whole model, whatever text says
+        text = {**text, **{key: value for key, value in raw.items() if key in shared}}
     sparse = range(positive(text, "num_hidden_layers")) if _has_experts(text) else ()
     end = eos_ids(generation, raw, text)
     text = {**text, "norm_topk_prob": True}

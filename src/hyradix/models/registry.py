@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from hyradix.errors import ModelLoadError
@@ -44,6 +46,15 @@ FAMILIES: dict[str, Family] = {
     "bamba": bamba,
     "kimi_linear": kimi_linear,
 }
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Whatever a value of the wrong form does to a parser is a ``ModelLoadError``."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
+        raise ModelLoadError(f"{source} has a field of the wrong form: {error!r}") from error
 
 
 def find_family(raw: RawConfig) -> Family:

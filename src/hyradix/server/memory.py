@@ -120,8 +120,10 @@ def table(plan: Plan, options: PlanOptions) -> list[str]:
     lines = [
         f"{model.architecture}, {plan.dtype}: {model.num_recurrent_layers} recurrent and "
         f"{model.num_attention_layers} attention layers",
-        f"a state {size(plan.state_bytes)}, a KV slot {plan.kv_bytes:,} bytes; budget "
-        f"{size(options.budget)}, {options.num_requests:,} requests, context {plan.max_context:,}",
+        f"a state {size(plan.state_bytes)}: {size(plan.state_bytes - plan.window_bytes)} recurrent"
+        f" and {plan.window_bytes / 1024:,.1f} KiB of windows; a KV slot {plan.kv_bytes:,} bytes",
+        f"budget {size(options.budget)}, {options.num_requests:,} requests, "
+        f"context {plan.max_context:,}",
         *_drafts(options.drafts),
         *_beside(plan, options),
         "",
