@@ -228,7 +228,8 @@ class Scheduler:
             state.waits_for = find_provider(state, tokens, match, self._running, self.cache)
             if state.waits_for is not None:
                 return None
-            if is_being_written(state, match, self._running):
+            is_missed = match.reason is not MissReason.NONE
+            if is_missed and is_being_written(state, match, self._running):
                 match = replace(match, reason=MissReason.IN_FLIGHT)
         admission = self.cache.admit(
             match,
