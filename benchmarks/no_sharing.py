@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--reply", type=int, default=32, help="tokens")
     parser.add_argument("--kv-slots", type=int, default=8_192)
     parser.add_argument("--states", type=int, default=24)
-    parser.add_argument("--target", type=float, default=0.95)
+    parser.add_argument("--target", type=float, default=0.97)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -88,6 +88,24 @@ def test_no_slot() -> None:
     assert h.cache.counters.skipped_saves > 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_known", [True, False], ids=["KV is there", "nothing is"])
+def test_in_flight(is_known: bool, overlap: bool) -> None:
+    """What two share is less than is worth waiting for, and the first is just writing it."""
+    h = Driver(make_config(overlap=overlap))
+    shared = BASE[:20]
+    if is_known:
+        h.serve(BASE, 1)
+    marks = [] if is_known else [Boundary(20, BoundaryKind.TURN)]
+    one = h.add(shared + text(5, 9), 3, boundaries=marks)
+    two = h.add(shared + text(6, 9), 3)
+    h.begin()
+    assert two.state.num_in_flight == one.state.num_in_flight == 1, "neither waits"
+    h.close()
+    assert cached(two) == (0, 20 if is_known else 0)
+    assert two.state.miss_reason is MissReason.IN_FLIGHT
+
+
 def test_every_reason_is_counted_once() -> None:
     h = Driver(make_config())
     for prompt in (BASE, BASE, BASE[:20], text(2, 9)):

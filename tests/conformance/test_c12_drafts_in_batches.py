@@ -40,7 +40,7 @@ def test_c12_none_some_and_all_in_one_batch(
 
 
 @both
-@pytest.mark.parametrize("chunk", [16, 128])
+@all_chunks
 @every_mode
 def test_c14_prefills_beside_rounds_are_no_drafts(
     drafts: dict[str, object], chunk: int, overlap: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,9 +95,22 @@ def test_rule_3_a_working_set_that_is_used_survives_a_scan_in_between(
     h.close()
 
 
-def test_rule_3_a_fork_early_on_a_long_chain_has_a_reason_when_it_misses() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_rule_3_a_fork_early_on_a_long_chain_has_a_reason_when_it_misses(
+    chunk: int, overlap: bool
+) -> None:
     """C9 for any policy: a miss with KV resident says why."""
-    h = Driver(make_config(states=6, max_requests=1, kv_slots=4000, max_context=1500))
+    h = Driver(
+        make_config(
+            states=6,
+            max_requests=1,
+            kv_slots=4000,
+            max_context=1500,
+            max_prefill_tokens=chunk,
+            overlap=overlap,
+        )
+    )
     chain: list[int] = []
     for turn in range(20):
         chain = h.serve(chain + text(turn, 40), 10).tokens
@@ -105,4 +119,37 @@ def test_rule_3_a_fork_early_on_a_long_chain_has_a_reason_when_it_misses() -> No
     if fork.state.num_cached_tokens < 200:
         assert fork.state.miss_reason not in (MissReason.NONE, MissReason.COLD)
     assert 200 in depths_along(h.cache.tree, fork.tokens)
+    h.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("chunk", "length"), [(0, 32_768), (128, 32_768), (16, 4_096)])
+def test_c9_a_fork_on_an_old_chain_after_fillers_says_why(
+    length: int, chunk: int, overlap: bool
+) -> None:
+    """A small state pool and all KV there: the chain's states have gone to the fillers."""
+    h = Driver(
+        make_config(
+            states=6,
+            max_requests=1,
+            kv_slots=2 * length,
+            max_context=length + 60,
+            max_prefill_tokens=chunk,
+            overlap=overlap,
+        ),
+        is_checking=False,
+    )
+    chain = text(1, length)
+    h.serve(chain, 1)
+    for filler in range(8):
+        h.serve(text(10 + filler, 40), 2)
+    for at in (500, length // 2, length - 1):
+        fork = h.serve(chain[:at] + text(100 + at, 40), 2)
+        assert fork.state.num_kv_tokens == at
+        assert fork.state.num_cached_tokens < at, "the policy did not keep it"
+        why = (MissReason.EVICTED, MissReason.NEVER_PLACED, MissReason.NO_SLOT)
+        assert fork.state.miss_reason in why
+        again = h.serve(chain[:at] + text(200 + at, 40), 2)
+        assert cached(again) == (at, at), "the fork has left one"
     h.close()

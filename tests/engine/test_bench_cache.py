@@ -119,6 +119,16 @@ def test_unlimited_means_nothing_is_evicted_or_skipped() -> None:
     assert cached == [0] * 6 + [2999] * 6
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_slots": 1 << 50, "states": 1 << 50}])
+def test_no_more_is_made_than_could_be_used(options: dict[str, int]) -> None:
+    workload = [request(ids(s % 3, 200), ids(s, 9), marks=(50,)) for s in range(9)]
+    loop, cached = run(workload, concurrency=1 << 50, **options)
+    assert loop.config.num_kv_slots <= 9 * (209 + 16)
+    assert loop.config.num_states < 2 * loop.config.num_kv_slots
+    assert loop.cache.counters.skipped_saves == 0
+    assert sorted(cached) == [0] * 3 + [199] * 6
+
+
 def test_kv_runs_short_so_old_prefixes_go() -> None:
     workload = [request(ids(s, 100), ids(s, 4)) for s in (0, 1, 2, 0)]
     loop, cached = run(workload, kv_slots=250)
@@ -127,12 +137,20 @@ def test_kv_runs_short_so_old_prefixes_go() -> None:
     assert loop.report(1.0)["miss_reasons"] == {"cold": 3, "evicted": 1}
 
 
-def test_the_report_is_json() -> None:
-    report = bench_cache([request(ids(0, 100), ids(1, 5))], BenchOptions(kv_slots=500, states=16))
+def test_the_report_is_json_with_everything_that_is_promised() -> None:
+    workload = [request(ids(s, 100), ids(s, 5)) for s in range(4)]
+    report: Any = bench_cache(workload, BenchOptions(kv_slots=250, states=2))
     assert json.loads(json.dumps(report)) == report
-    assert set(report["op_us"]) == {  # type: ignore[call-overload]
+    assert set(report) >= {
+        *("hit_ratio", "prompt_tokens", "cached_tokens", "op_us", "peak", "evictions"),
+        "miss_reasons",
+    }
+    assert set(report["peak"]) == set(report["evictions"]) == {"kv", "states"}
+    assert set(report["op_us"]) == {
         *("match", "lock", "insert", "finish", "evict_state", "evict_kv")
     }
+    for times in report["op_us"].values():
+        assert 0 < times["p50"] <= times["p99"]
 
 
 @pytest.mark.slow
@@ -217,6 +235,7 @@ def test_a_trace_file(tmp_path: Path, block: int) -> None:
     [
         ([], "holds no requests"),
         ([{"text": "a"}], "neither a workload"),
+        ([{"input_length": 9, "output_length": 1, "hash_ids": [3, -1]}], "line 1: Expected `int`"),
         ([[1, 2]], "neither a workload"),
         ([{"prompt": [], "output": [1]}], "line 1: prompt and output must not be empty"),
         ([{"prompt": [1], "output": [2], "parent": 0}], "line 1: parent must be -1 or"),

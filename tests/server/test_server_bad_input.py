@@ -69,6 +69,7 @@ def check(response: httpx.Response, status: int, *, param: str | None = None) ->
         ("suffix", "end"),
         ("echo", 1),
         ("cache_salt", 5),
+        ("cache_salt", "a" * 1025),
         ("max_token", 5),
         ("prompt", ""),
         ("prompt", []),

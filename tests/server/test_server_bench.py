@@ -58,6 +58,7 @@ def test_report_on_stdout_and_as_json(workload: str, tmp_path: Path) -> None:
         (("--limit", "0"), "--limit must be positive"),
         (("--seed", "-1"), "--seed must not be negative"),
         (("--json", "/nowhere/at/all.json"), "--json: there is no directory"),
+        (("--json", "/"), "--json: / is a directory"),
         (("--concurrency", "0"), "--concurrency must be positive"),
     ],
 )

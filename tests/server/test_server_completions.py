@@ -51,6 +51,7 @@ def test_second_request_reports_cached_tokens(api: Api) -> None:
 
 def test_cache_salt_separates(api: Api) -> None:
     api.complete("hello", cache_salt="a")
+    api.complete("hello", cache_salt="é" * 1024)
     assert api.complete("hello")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert api.engine.requests[0].namespace.salt == "a"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hyradix.cache.invariants import check_idle
 from hyradix.config import EngineConfig
-from hyradix.request import FinishReason, ScheduledBatch, StateOp
+from hyradix.request import FinishReason, MissReason, ScheduledBatch, StateOp
 from tests.support.fake_runner import reference_output
 from tests.support.harness import VOCAB, Harness, Record, make_config
 
@@ -105,9 +105,12 @@ class Driver(Harness):
 
 
 def expect(harness: Harness, record: Record) -> None:
-    """O1 in full: the tokens, where they end, and why."""
+    """O1 in full: the tokens, where they end, and why; and why KV was there without a state."""
     config, sampling = harness.config, record.state.request.sampling
     assert record.reason is not None, "a request never ended"
+    if record.state.num_cached_tokens < record.state.num_kv_tokens:
+        unnamed = (MissReason.NONE, MissReason.COLD)
+        assert record.state.miss_reason not in unnamed, "a miss without a reason"
     if record.reason is FinishReason.ABORT:
         harness.verify(record)
         return

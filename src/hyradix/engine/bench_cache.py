@@ -41,7 +41,7 @@ _DEFAULTS = Settings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What is measured. 0 KV slots or states: as many as could ever be used."""
+    """What is measured. 0 KV slots or states: as many as could ever be used; no more are made."""
 
     kv_slots: int
     states: int
@@ -69,7 +69,10 @@ def bench_cache(
 
 
 def make_config(workload: list[WorkloadRequest], options: BenchOptions) -> EngineConfig:
-    """Pools and limits for the workload. Raises ``ConfigError``."""
+    """Pools and limits for the workload. Raises ``ConfigError``.
+
+    A request leaves at most its checkpoints, the end of its reply, and one for each that waits.
+    """
     for name in ("kv_slots", "states"):
         if getattr(options, name) < 0:
             raise ConfigError(
@@ -91,9 +94,13 @@ def make_config(workload: list[WorkloadRequest], options: BenchOptions) -> Engin
             "needs one",
             param="states",
         )
+    most_kv = sum(lengths) + rows * DECODE_SLOTS
+    kv_slots = min(options.kv_slots or most_kv, most_kv)
+    each = max(options.max_checkpoints, 2) + 2
     settings = Settings(
-        kv_slots=options.kv_slots or sum(lengths) + rows * DECODE_SLOTS,
-        states=options.states or _most_states(workload, options),
+        kv_slots=kv_slots,
+        # one for each token there is room for, at most, and what running requests are writing
+        states=min(options.states or each * (len(workload) + rows), kv_slots + each * rows),
         policy=options.policy,
         max_requests=rows,
         max_context=max(lengths) + 1,
@@ -116,13 +123,6 @@ def make_config(workload: list[WorkloadRequest], options: BenchOptions) -> Engin
         eos_token_ids=(),
     )
     return resolve(settings, facts, DeviceFacts(kind="cpu", free_bytes=1))
-
-
-def _most_states(workload: list[WorkloadRequest], options: BenchOptions) -> int:
-    """A request leaves at most its checkpoints, the end of its reply, and one for each that waits
-    for it."""
-    each = max(options.max_checkpoints, 2) + 1
-    return (each + 1) * (len(workload) + options.concurrency)
 
 
 class ClosedLoop:

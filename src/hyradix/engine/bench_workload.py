@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ class _Row(msgspec.Struct):
 class _TraceRow(msgspec.Struct):
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 def read_workload(path: Path, *, seed: int = 1, limit: int | None = None) -> list[WorkloadRequest]:

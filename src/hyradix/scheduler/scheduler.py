@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
+from dataclasses import replace
 
 from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.config import EngineConfig
 from hyradix.errors import InvalidParameterError, QueueFullError
 from hyradix.request import (
     FinishReason,
+    MissReason,
     PromptLogprobs,
     Request,
     RowInit,
@@ -38,7 +40,12 @@ from hyradix.scheduler.door import refuse_impossible
 from hyradix.scheduler.progress import Arrived, InFlight, Progress, SchedulerCounters, TokenSink
 from hyradix.scheduler.request_state import RequestState, Status
 from hyradix.scheduler.rows import DECODE_SLOTS, RowPlanner
-from hyradix.scheduler.sharing import ask_for_shared, find_provider, is_still_waiting
+from hyradix.scheduler.sharing import (
+    ask_for_shared,
+    find_provider,
+    is_being_written,
+    is_still_waiting,
+)
 from hyradix.spec_config import RoundCosts
 
 MAX_ASKED = 64
@@ -221,6 +228,9 @@ class Scheduler:
             state.waits_for = find_provider(state, tokens, match, self._running, self.cache)
             if state.waits_for is not None:
                 return None
+            is_missed = match.reason is not MissReason.NONE
+            if is_missed and is_being_written(state, match, self._running):
+                match = replace(match, reason=MissReason.IN_FLIGHT)
         admission = self.cache.admit(
             match,
             num_prompt_tokens=len(state.tokens),

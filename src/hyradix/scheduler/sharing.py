@@ -1,7 +1,8 @@
 """Waiting for a prefix that somebody else is just computing.
 
-Owns: which running request is about to leave a state that a waiting one could resume from, and
-asking it for one where the two part (the longest common prefix is a checkpoint candidate).
+Owns: which running request is about to leave a state that a waiting one could resume from, asking
+it for one where the two part (the longest common prefix is a checkpoint candidate), and whether
+there is one that was not worth waiting for.
 Invariant: nobody waits for a request that is not prefilling any more, so the wait always ends.
 Source: DESIGN section 5, prefill. Read next: ``scheduler.py``.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hyradix.cache.node import TOKEN_BYTES, Match
+from hyradix.cache.placement import CheckpointKind
 from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.cache.tree import common_prefix
-from hyradix.scheduler.request_state import RequestState
+from hyradix.scheduler.request_state import RequestState, Status
 
 
 def is_still_waiting(state: RequestState) -> bool:
@@ -63,3 +65,21 @@ def find_provider(
         if depth > (best[1] if best else match.num_cached_tokens):
             best = (other, depth)
     return best
+
+
+def is_being_written(state: RequestState, match: Match, running: Iterable[RequestState]) -> bool:
+    """Whether a step that is not committed leaves a deeper state on its prompt than was found."""
+    wanted = state.tokens.to_bytes()[: state.match_limit * TOKEN_BYTES]
+    for other in running:
+        is_publishing = other.holding is not None and other.status is not Status.FINISHING
+        if not is_publishing or other.request.namespace != state.request.namespace:
+            continue
+        assert other.holding is not None
+        depths = [
+            save.depth
+            for save in other.holding.pending
+            if save.depth > match.num_cached_tokens and save.kind is not CheckpointKind.TRACK
+        ]
+        if depths and min(depths) <= common_prefix(other.tokens.to_bytes(), wanted):
+            return True
+    return False

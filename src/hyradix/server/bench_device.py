@@ -113,7 +113,11 @@ engine.__name__ = "engine"
 
 def check_output(path: Path | None, option: str) -> None:
     """Raises ``ConfigError`` before anything is measured that could not be written."""
-    if path is not None and not path.resolve().parent.is_dir():
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--{option}: {path} is a directory", param=option)
+    if not path.resolve().parent.is_dir():
         raise ConfigError(f"--{option}: there is no directory {path.parent}", param=option)
 
 

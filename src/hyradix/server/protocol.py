@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from hyradix.errors import InvalidParameterError, RequestError
 from hyradix.request import MAX_LOGPROBS, SamplingParams
 
 T = TypeVar("T")
+
+MAX_SALT = 1024
+"""Characters of a salt: the cache remembers it with each of many prefixes, also evicted ones."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +56,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     skip_special_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
     prompt_logprobs: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT)] | None = None
     """Prefixes are shared only between requests with the same salt."""
     return_token_ids: bool | None = None
     # Known and harmless: accepted without effect.
