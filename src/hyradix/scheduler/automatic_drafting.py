@@ -53,6 +53,8 @@ MOST_LOOKUP = 1.2
 """Plain steps that one in which no drafts were found is thought to take at most."""
 LATE = 0.85
 """Of its acceptance, what a request is thought to have that was not followed from its prompt on."""
+GAP = 16
+"""Steps for which one need not be followed, now and then: so few tokens are hardly missed."""
 
 
 class AutomaticDrafting(Drafting):
@@ -87,6 +89,8 @@ class AutomaticDrafting(Drafting):
         self._plan: dict[str, tuple[int, int]] = {}
         self._tree: int | None = None
         self._expected: dict[str, float] = {}
+        self._followed_at: dict[str, int] = {}
+        """The step in which each that runs was followed last, where a head has to keep up."""
         self._trial: RequestState | None = None
         self._trial_ends = self._step = 0
         self._is_waited_for = False
@@ -129,7 +133,26 @@ class AutomaticDrafting(Drafting):
         self._decodes, self._age = decodes, 0
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
         costs, self._wants_plain = self._costs.at(len(decodes)), False
-        self._promise = min(self._most_gain(len(decodes), costs), 1.0)
+        most = self._most_gain(len(decodes), costs)
+        self._promise = min(most, 1.0)
+        self._note_followed(decodes)
+        if most >= MARGIN:
+            self._choose_from(decodes, costs)
+        if self._has_upkeep:
+            for state in decodes:
+                state.is_followed = state.request_id in self._plan
+
+    def _note_followed(self, decodes: list[RequestState]) -> None:
+        """Who was followed lately."""
+        if self._has_upkeep:
+            before = self._followed_at
+            self._followed_at = {
+                s.request_id: self._step if s.is_followed else before.get(s.request_id, -GAP)
+                for s in decodes
+            }
+
+    def _choose_from(self, decodes: list[RequestState], costs: StepCosts) -> None:
+        """Drafts for those for whom they pay, if there is credit."""
         room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         if self._has_credit(costs):
@@ -152,9 +175,6 @@ class AutomaticDrafting(Drafting):
                 for rate in self._general:
                     rate.fade()
                 self._try_one(decodes, limits, costs)
-        if self._has_upkeep:
-            for state in decodes:
-                state.is_followed = state.request_id in self._plan
 
     def _pays_all(self, least: float) -> bool:
         """Whether drafts make each request faster, or a place that is free early is waited for:
@@ -190,9 +210,13 @@ class AutomaticDrafting(Drafting):
 
     def _most_gain(self, num_rows: int, costs: StepCosts) -> float:
         """What drafts that nearly always hold would add to the speed of so many rows."""
-        steps = self._shape.steps
-        chances, limits = np.full((num_rows, steps), MOST_HOPE), np.full(num_rows, steps)
-        return choose_chain(chances, limits, costs).rate * costs.plain / num_rows - 1.0
+        best, tokens, chance = 1.0, 1.0, 1.0
+        for depth in range(1, self._shape.steps + 1):
+            chance *= MOST_HOPE
+            tokens += chance
+            beside = costs.round + (costs.draft + costs.node * num_rows) * depth
+            best = max(best, tokens / (1.0 + beside / costs.plain))
+        return best - 1.0
 
     def _begin_trial(self, state: RequestState) -> None:
         self._trial, self._trial_ends = state, self._step + TRIAL_STEPS
@@ -223,7 +247,9 @@ class AutomaticDrafting(Drafting):
         hits = np.array([s.draft_hits for s in decodes])
         own = (hits + OWN_WEIGHT * general[0]) / (tries + OWN_WEIGHT)
         if self._has_upkeep:
-            own *= np.where([s.is_followed for s in decodes], 1.0, self._late)
+            recent = self._step - GAP
+            is_late = [self._followed_at.get(s.request_id, recent) <= recent for s in decodes]
+            own *= np.where(is_late, self._late, 1.0)
         chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, MOST_HOPE)
         return chances
 

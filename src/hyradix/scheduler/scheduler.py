@@ -145,7 +145,8 @@ class Scheduler:
             return None
         batch.kv_updates[:0] = self._kv_updates
         self._kv_updates.clear()
-        self._in_flight.append(InFlight(self._step, tuple(batch.planned), tuple(batch.folded)))
+        planned, folded = tuple(batch.planned), tuple(batch.folded)
+        self._in_flight.append(InFlight(self._step, planned, folded, self._depth_of(batch)))
         self._step += 1
         self.counters.steps += 1
         return batch.build()
@@ -169,6 +170,14 @@ class Scheduler:
                 self._plan_prefill(batch, state)
         self._admit_waiting(batch)
         return batch
+
+    def _depth_of(self, batch: BatchBuilder) -> int:
+        """``InFlight.depth``; where nothing is ever drafted nobody asks for it."""
+        if self.config.spec is None or batch.num_prefill_tokens or not batch.planned:
+            return -1
+        if not self._rows.is_drafting:
+            return 0
+        return max(planned.max_accepted for planned in batch.planned) - 1
 
     @property
     def num_in_flight(self) -> int:
@@ -292,7 +301,9 @@ class Scheduler:
                 self._departures.come_to_rest(state)
         for state in flight.folded:
             self._departures.commit_fold(state)
-        self._last_size = self._size_of(flight, output)
+        self._last_size = None
+        if flight.depth >= 0:
+            self._last_size = len(flight.planned), int(output.num_nodes.sum()), flight.depth
         return news
 
     def note_time(self, seconds: float) -> None:
@@ -300,15 +311,6 @@ class Scheduler:
         if self._last_size is not None:
             self._drafting.learn_time(*self._last_size, seconds)
             self._last_size = None
-
-    def _size_of(self, flight: InFlight, output: StepOutput) -> tuple[int, int, int] | None:
-        """Rows, nodes and depth of drafts of a step of decodes alone; None for any other."""
-        if self.config.spec is None or not flight.planned:
-            return None
-        if any(planned.is_prefill for planned in flight.planned):
-            return None
-        depth = max(planned.max_accepted for planned in flight.planned) - 1
-        return len(flight.planned), int(output.num_nodes.sum()), depth
 
     def _arrive(self, planned: PlannedRow, arrived: Arrived, at: int | None) -> None:
         """How far the row has come: a decode consumes as many positions as it brings tokens."""
