@@ -22,6 +22,7 @@ from hyradix.scheduler.draft_beliefs import (
     Credit,
     MeasuredCosts,
     Rate,
+    promise_of,
 )
 from hyradix.scheduler.draft_choice import (
     Choice,
@@ -49,6 +50,9 @@ CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
 """Rounds until a step without drafts is timed again: where drafts gain less than this, or more."""
 TRIAL_ROUNDS = 3
 """A trial begins when there is credit for so many of its rounds."""
+STAKE = 0.25
+"""Of the credit, what a round of chains may take that brings nothing: who stakes a small part of
+what he has is seldom ruined by bad luck, and learns as much."""
 MOST_LOOKUP = 1.2
 """Plain steps that one in which no drafts were found is thought to take at most."""
 LATE = 0.85
@@ -97,7 +101,7 @@ class AutomaticDrafting(Drafting):
         self._wants_plain, self._is_plain = False, True
         """Whether this step is to be one without drafts; whether it is one."""
         self._promise = 1.0
-        """What drafts would gain at best for those that run; the less it is, the less is risked."""
+        """See ``promise_of``; for those that run now."""
         self._accepted: list[int] = []
         """By request that might have had drafts: those accepted since the last step whose time is
         known."""
@@ -109,8 +113,10 @@ class AutomaticDrafting(Drafting):
         if not self._has_upkeep:
             return
         costs = self._costs.at(num_running)
+        self._credit.begin(costs.plain, promise_of(self._most_gain(num_running, costs)))
         general = np.tile(self._general_chances(), (num_running, 1))
-        limits = np.full(num_running, self._shape.steps)
+        deepest = min(self._depth_at_stake(num_running, costs), self._shape.steps)
+        limits = np.full(num_running, deepest)
         pays = choose_chain(general, limits, costs).rate * costs.plain
         state.is_followed = pays >= num_running * (1.0 + MARGIN) and self._has_credit(costs)
         if not state.is_followed and self._can_try(num_running, costs, 1.0):
@@ -134,7 +140,8 @@ class AutomaticDrafting(Drafting):
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
         costs, self._wants_plain = self._costs.at(len(decodes)), False
         most = self._most_gain(len(decodes), costs)
-        self._promise = min(most, 1.0)
+        self._promise = promise_of(most)
+        self._credit.begin(costs.plain, self._promise)
         self._note_followed(decodes)
         if most >= MARGIN:
             self._choose_from(decodes, costs)
@@ -156,6 +163,7 @@ class AutomaticDrafting(Drafting):
         room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         if self._has_credit(costs):
+            limits = np.minimum(limits, self._depth_at_stake(len(decodes), costs))
             acceptance = self._acceptance(decodes)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
@@ -193,6 +201,11 @@ class AutomaticDrafting(Drafting):
         enough = TRIAL_ROUNDS * self._trial_cost(costs) if self._is_paused else 0.0
         self._is_paused = credit <= enough
         return not self._is_paused
+
+    def _depth_at_stake(self, num_rows: int, costs: StepCosts) -> int:
+        """How deep all may be drafted for, so that one round takes but a part of the credit."""
+        stake = self._credit.of(costs.plain) * STAKE * costs.plain - costs.round
+        return max(int(stake / (costs.draft + costs.node * num_rows)), TRIAL_DEPTH)
 
     def _trial_cost(self, costs: StepCosts) -> float:
         """What a round of a trial adds to a step, in plain steps."""

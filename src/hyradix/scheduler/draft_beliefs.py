@@ -44,10 +44,12 @@ that others begin with."""
 OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
-SHARE = 0.0125
-"""Of the time, what may be lost on drafts that do not pay, where they could double the speed."""
-START_STEPS, MOST_STEPS = 4.0, 16.0
-"""Credit in plain steps: at first, and at most."""
+SHARE = 0.01
+"""Of the time, what may be lost on drafts that do not pay, where they promise much."""
+MUCH = 0.5
+"""Drafts promise much where they would gain this, if they nearly always held."""
+START_STEPS, MOST_STEPS = 5.0, 32.0
+"""Credit in plain steps: at first where drafts promise much, and at most."""
 
 
 @dataclass(slots=True)
@@ -165,10 +167,13 @@ class Credit:
         self._seconds = 0.0
         self._plain = 0.0
 
+    def begin(self, plain: float, promise: float) -> None:
+        """What there is at first; plain: seconds of a step. Later calls do nothing."""
+        if self._plain == 0.0:
+            self._plain, self._seconds = plain, START_STEPS * plain * promise
+
     def of(self, plain: float) -> float:
         """What there is, in steps that take ``plain`` seconds without drafts."""
-        if self._plain == 0.0:
-            self._seconds = START_STEPS * plain
         self._plain = plain
         return self._seconds / plain
 
@@ -185,6 +190,14 @@ class Credit:
         """So much was lost, or gained where negative."""
         most = MOST_STEPS * self._plain
         self._seconds = max(min(self._seconds - seconds, most), -most)
+
+
+def promise_of(most_gain: float) -> float:
+    """What may be risked of what may be at most. ``most_gain``: in speed, by drafts that hold.
+
+    The less could be gained, the less likely it is as well: it counts twice.
+    """
+    return min((most_gain / MUCH) ** 2, 1.0)
 
 
 def _believable(seconds: float, expected: float) -> float:

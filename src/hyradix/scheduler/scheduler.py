@@ -245,7 +245,7 @@ class Scheduler:
                 state, [q for q in self._waiting if q is not state][:MAX_ASKED], self.cache
             )
         insort(self._running, state, key=lambda s: s.arrival)
-        self._drafting.admit(state, len(self._running))
+        self._drafting.admit(state, self._num_soon(len(batch.row_inits)))
         if state.num_admissions == 1:
             self.counters.cached_tokens += state.num_cached_tokens
             self.miss_reasons[state.miss_reason.value] += 1
@@ -258,6 +258,14 @@ class Scheduler:
         if admission.state_op is not None:
             batch.state_ops.append(admission.state_op)
         return True
+
+    def _num_soon(self, num_admitted: int) -> int:
+        """How many may soon run, with the one that is admitted now: those that wait come next.
+
+        num_admitted: before it in this step; they are in both lists, as it is.
+        """
+        num_waiting = len(self._waiting) - num_admitted - 1
+        return min(len(self._running) + num_waiting, self.config.max_requests)
 
     def _plan_prefill(self, batch: BatchBuilder, state: RequestState) -> None:
         count = min(state.prefill_end - state.num_scheduled_tokens, self._budget(batch))
