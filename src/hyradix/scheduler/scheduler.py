@@ -311,7 +311,9 @@ class Scheduler:
             self._departures.commit_fold(state)
         self._last_size = None
         if flight.depth >= 0:
-            self._last_size = len(flight.planned), int(output.num_nodes.sum()), flight.depth
+            num_rows = len(flight.planned)
+            num_nodes = int(output.num_nodes.sum()) if flight.depth else num_rows
+            self._last_size = num_rows, num_nodes, flight.depth
         return news
 
     def note_time(self, seconds: float) -> None:
