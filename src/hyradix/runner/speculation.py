@@ -97,9 +97,9 @@ class Speculation:
             if len(wants) == 0:
                 return None
             index, drafts = wants, self._propose(batch, wants)
-            is_drafted = drafts.num_nodes > 1
-            if not is_drafted.any():
+            if drafts.is_empty:
                 return None
+            is_drafted = drafts.num_nodes > 1
             if not is_drafted.all():
                 kept = np.flatnonzero(is_drafted).astype(np.int32)
                 index, drafts = index[kept], drafts.take(kept)
@@ -124,14 +124,12 @@ class Speculation:
         shape = self.config.spec.shape
         if batch.draft_topk and batch.draft_topk != shape.topk:
             shape = replace(shape, topk=batch.draft_topk)
+        columns = [batch.rows, batch.starts, batch.max_nodes, batch.max_accepted]
+        if len(wants) < batch.num_rows:
+            columns = [column[wants] for column in columns]
+        rows, starts, max_nodes, max_accepted = columns
         return self.proposer.propose(
-            DraftRound(
-                rows=batch.rows[wants],
-                starts=batch.starts[wants],
-                max_nodes=batch.max_nodes[wants],
-                max_depth=batch.max_accepted[wants] - np.int32(1),
-                shape=shape,
-            )
+            DraftRound(rows, starts, max_nodes, max_accepted - np.int32(1), shape)
         )
 
     def arrange(
@@ -268,7 +266,7 @@ class Speculation:
 
 def _num_followed(batch: ScheduledBatch) -> int:
     """A list, as it is short: numpy's own ways take several microseconds behind a forward."""
-    return batch.is_followed.tolist().count(True)
+    return int(batch.is_followed.tolist().count(True))
 
 
 def make_speculation(

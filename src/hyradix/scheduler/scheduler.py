@@ -340,17 +340,19 @@ class Scheduler:
 
     def _take_in_drafts(self, planned: PlannedRow, output: StepOutput, at: int) -> None:
         """The slots of the nodes that were consumed become those of their positions."""
-        holding, num_nodes = planned.state.holding, int(output.num_nodes[at])
-        assert holding is not None
+        state, num_nodes = planned.state, int(output.num_nodes[at])
+        assert state.holding is not None
         assert num_nodes <= planned.max_nodes
+        if num_nodes == 1:
+            self._drafting.learn(state, 1, 0, 0)
+            return
         path = output.paths[at, : output.num_tokens[at]]
-        if num_nodes > 1:
-            self.cache.rows.reorder(holding, planned.start, slot_order(path, num_nodes))
-            self.counters.draft_rounds += 1
-            self.counters.draft_tokens += num_nodes - 1
-            self.counters.accepted_tokens += len(path) - 1
+        self.cache.rows.reorder(state.holding, planned.start, slot_order(path, num_nodes))
+        self.counters.draft_rounds += 1
+        self.counters.draft_tokens += num_nodes - 1
+        self.counters.accepted_tokens += len(path) - 1
         depth = min(num_nodes, planned.max_accepted) - 1
-        self._drafting.learn(planned.state, num_nodes, len(path) - 1, depth)
+        self._drafting.learn(state, num_nodes, len(path) - 1, depth)
 
     def _commit_row(
         self,
