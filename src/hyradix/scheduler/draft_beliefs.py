@@ -88,7 +88,8 @@ class _Size:
     """Of steps of one number of rows: costs as measured at start, and two corrections.
 
     plainness: what a step without drafts takes, next to what was measured. slowness: what drafts
-    add to a step, next to what was measured.
+    add to a step, next to what was measured and made as much slower as steps without drafts are:
+    a machine that others use as well is slow at everything.
     """
 
     measured: StepCosts
@@ -98,6 +99,11 @@ class _Size:
     """Steps without drafts that are wanted at first, to know what they take."""
     num_rounds: int = 0
     """Rounds since the last such step."""
+
+    @property
+    def beside(self) -> float:
+        """Seconds that what drafts add takes, for every second measured."""
+        return self.plainness.value * self.slowness.value
 
 
 class MeasuredCosts:
@@ -111,14 +117,14 @@ class MeasuredCosts:
     def at(self, num_rows: int) -> StepCosts:
         """Seconds of the parts of a step of ``num_rows``."""
         size = self._size(num_rows)
-        found, slow = size.measured, size.slowness.value
+        found, slow = size.measured, size.beside
         plain = found.plain * size.plainness.value
         return StepCosts(plain, found.node * slow, found.draft * slow, found.round * slow)
 
     def draft_of(self, num_rows: int, num_drafting: int) -> float:
         """Seconds of a proposer's step over ``num_drafting`` ends, in steps of ``num_rows``."""
         found = costs_at(self._costs, num_rows, num_drafting=num_drafting)
-        return found.draft * self._size(num_rows).slowness.value
+        return found.draft * self._size(num_rows).beside
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """A step without drafts took so long."""
@@ -133,6 +139,7 @@ class MeasuredCosts:
         found = size.measured
         plain = found.plain * size.plainness.value
         beside = found.round + found.draft * depth + found.node * num_drafts
+        beside *= size.plainness.value
         seconds = _believable(seconds, plain + beside * size.slowness.value)
         size.slowness.add(max((seconds - plain) / beside, LEAST_SLOW), 1.0)
         size.num_rounds += 1
