@@ -48,7 +48,7 @@ SHARE = 0.01
 """Of the time, what may be lost on drafts that do not pay, where they promise much."""
 MUCH = 0.5
 """Drafts promise much where they would gain this, if they nearly always held."""
-START_STEPS, MOST_STEPS = 5.0, 32.0
+START_STEPS, MOST_STEPS = 4.0, 32.0
 """Credit in plain steps: at first where drafts promise much, and at most."""
 
 
