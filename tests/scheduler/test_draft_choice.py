@@ -295,7 +295,7 @@ def test_bad_luck_at_first_does_not_end_drafts_that_pay() -> None:
 
         for drafting, found in ((AutomaticDrafting(spec(proposer="mtp"), HEAD_COSTS), speeds),
                                 (Fixed(5), fixed)):  # fmt: skip
-            run = serve(drafting, 1, lucky, steps=800, seed=seed, all_costs=HEAD_COSTS)
+            run = serve(drafting, 1, lucky, steps=1600, seed=seed, all_costs=HEAD_COSTS)
             found.append(run.tokens / run.seconds)
     assert sum(speeds) >= 0.95 * sum(fixed)
     assert min(speeds) >= 1.1
