@@ -296,3 +296,17 @@ def test_each_requests_acceptance_is_counted() -> None:
     assert (state.num_draft_tokens, state.num_accepted_tokens) == (9, 5)
     assert state.num_draft_rounds == 3, "a round for which nothing was found is none"
     h.close()
+
+
+def test_nobody_is_followed_for_being_admitted_first() -> None:
+    """Whom others join at once is judged by how many there will be."""
+    options: dict[str, object] = {"spec": "mtp", "max_requests": 32, "max_context": 256}
+    for count in (1, 32):
+        h = Driver(make_config(**options))
+        for i in range(count):
+            h.add(text(i, 9), 4)
+        batch = h.begin()
+        assert batch is not None
+        assert batch.is_followed.tolist() == [count == 1] * count
+        h.end()
+        h.close()

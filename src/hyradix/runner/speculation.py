@@ -37,6 +37,8 @@ from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound, Proposer
 from hyradix.spec_decode.state_keeping import StateKeeper, make_keeper
 from hyradix.state_bytes import SpecShape, SpecStateMode
 
+_NONE = np.zeros(0, np.int32)
+
 
 @dataclass(slots=True)
 class Speculation:
@@ -64,10 +66,12 @@ class Speculation:
 
     def needs_hidden(self, batch: ScheduledBatch, verified: TreeRows | None) -> bool:
         """Whether anybody wants the hidden states of this step."""
-        return self.uses_hidden and (verified is not None or bool(batch.is_followed.any()))
+        return self.uses_hidden and (verified is not None or _num_followed(batch) > 0)
 
     def enter(self, batch: ScheduledBatch) -> None:
         """Requests enter rows, after the copies that their states begin with."""
+        if not batch.row_inits:
+            return
         at = {row: i for i, row in enumerate(batch.rows.tolist())}
         for init in batch.row_inits:
             self.has_hidden[init.row] = True
@@ -86,15 +90,16 @@ class Speculation:
         """Bring lagging states up where the round needs it, then draft; None: no trees."""
         if self.keeper is None:
             return None
-        may_draft = (batch.max_nodes > 1) & batch.is_followed
-        wants = np.flatnonzero(may_draft).astype(np.int32)
+        wants = _NONE
+        if max(batch.max_nodes.tolist()) > 1:
+            wants = np.flatnonzero((batch.max_nodes > 1) & batch.is_followed).astype(np.int32)
         if self.mode == "snapshot":
             if len(wants) == 0:
                 return None
             index, drafts = wants, self._propose(batch, wants)
-            is_drafted = drafts.num_nodes > 1
-            if not is_drafted.any():
+            if drafts.is_empty:
                 return None
+            is_drafted = drafts.num_nodes > 1
             if not is_drafted.all():
                 kept = np.flatnonzero(is_drafted).astype(np.int32)
                 index, drafts = index[kept], drafts.take(kept)
@@ -119,14 +124,12 @@ class Speculation:
         shape = self.config.spec.shape
         if batch.draft_topk and batch.draft_topk != shape.topk:
             shape = replace(shape, topk=batch.draft_topk)
+        columns = [batch.rows, batch.starts, batch.max_nodes, batch.max_accepted]
+        if len(wants) < batch.num_rows:
+            columns = [column[wants] for column in columns]
+        rows, starts, max_nodes, max_accepted = columns
         return self.proposer.propose(
-            DraftRound(
-                rows=batch.rows[wants],
-                starts=batch.starts[wants],
-                max_nodes=batch.max_nodes[wants],
-                max_depth=batch.max_accepted[wants] - np.int32(1),
-                shape=shape,
-            )
+            DraftRound(rows, starts, max_nodes, max_accepted - np.int32(1), shape)
         )
 
     def arrange(
@@ -178,6 +181,8 @@ class Speculation:
         pool, states = self.pools.states.hidden, prepared.states
         if pool is None:
             return
+        if hidden is None and not len(states.save_slots) and not np.count_nonzero(self.has_hidden):
+            return
         rows = batch.rows[prepared.order[: prepared.num_plain]]
         if hidden is None:
             stale = states.slots[self.has_hidden[rows]]
@@ -203,7 +208,10 @@ class Speculation:
         """Tell the proposer what the rows that it follows have consumed, and what comes next."""
         if self.proposer is None or not self.proposer.keeps_up:
             return
-        num_followed = np.count_nonzero(batch.is_followed)
+        num_followed = _num_followed(batch)
+        if num_followed == 0 and len(prepared.token_ids) == batch.num_rows:
+            self.proposer.pass_over(prepared.queries.rows, prepared.queries.write_slots)
+            return
         if num_followed < batch.num_rows:
             self._pass_over(batch)
         if num_followed == 0:
@@ -254,6 +262,11 @@ class Speculation:
             owners = np.repeat(rows, counts)
             columns = np.arange(len(owners)) + np.repeat(begins - offsets, counts)
         self.proposer.pass_over(rows, self.table.kv_slots[owners, columns])
+
+
+def _num_followed(batch: ScheduledBatch) -> int:
+    """A list, as it is short: numpy's own ways take several microseconds behind a forward."""
+    return int(batch.is_followed.tolist().count(True))
 
 
 def make_speculation(

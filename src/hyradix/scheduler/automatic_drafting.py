@@ -22,6 +22,7 @@ from hyradix.scheduler.draft_beliefs import (
     Credit,
     MeasuredCosts,
     Rate,
+    promise_of,
 )
 from hyradix.scheduler.draft_choice import (
     Choice,
@@ -49,10 +50,15 @@ CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
 """Rounds until a step without drafts is timed again: where drafts gain less than this, or more."""
 TRIAL_ROUNDS = 3
 """A trial begins when there is credit for so many of its rounds."""
+STAKE = 0.25
+"""Of the credit, what a round of chains may take that brings nothing: who stakes a small part of
+what he has is seldom ruined by bad luck, and learns as much."""
 MOST_LOOKUP = 1.2
 """Plain steps that one in which no drafts were found is thought to take at most."""
 LATE = 0.85
 """Of its acceptance, what a request is thought to have that was not followed from its prompt on."""
+GAP = 16
+"""Steps for which one need not be followed, now and then: so few tokens are hardly missed."""
 
 
 class AutomaticDrafting(Drafting):
@@ -87,13 +93,15 @@ class AutomaticDrafting(Drafting):
         self._plan: dict[str, tuple[int, int]] = {}
         self._tree: int | None = None
         self._expected: dict[str, float] = {}
+        self._followed_at: dict[str, int] = {}
+        """The step in which each that runs was followed last, where a head has to keep up."""
         self._trial: RequestState | None = None
         self._trial_ends = self._step = 0
         self._is_waited_for = False
         self._wants_plain, self._is_plain = False, True
         """Whether this step is to be one without drafts; whether it is one."""
         self._promise = 1.0
-        """What drafts would gain at best for those that run; the less it is, the less is risked."""
+        """See ``promise_of``; for those that run now."""
         self._accepted: list[int] = []
         """By request that might have had drafts: those accepted since the last step whose time is
         known."""
@@ -105,8 +113,10 @@ class AutomaticDrafting(Drafting):
         if not self._has_upkeep:
             return
         costs = self._costs.at(num_running)
+        self._credit.begin(costs.plain, promise_of(self._most_gain(num_running, costs)))
         general = np.tile(self._general_chances(), (num_running, 1))
-        limits = np.full(num_running, self._shape.steps)
+        deepest = min(self._depth_at_stake(num_running, costs), self._shape.steps)
+        limits = np.full(num_running, deepest)
         pays = choose_chain(general, limits, costs).rate * costs.plain
         state.is_followed = pays >= num_running * (1.0 + MARGIN) and self._has_credit(costs)
         if not state.is_followed and self._can_try(num_running, costs, 1.0):
@@ -129,10 +139,31 @@ class AutomaticDrafting(Drafting):
         self._decodes, self._age = decodes, 0
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
         costs, self._wants_plain = self._costs.at(len(decodes)), False
-        self._promise = min(self._most_gain(len(decodes), costs), 1.0)
+        most = self._most_gain(len(decodes), costs)
+        self._promise = promise_of(most)
+        self._credit.begin(costs.plain, self._promise)
+        self._note_followed(decodes)
+        if most >= MARGIN:
+            self._choose_from(decodes, costs)
+        if self._has_upkeep:
+            for state in decodes:
+                state.is_followed = state.request_id in self._plan
+
+    def _note_followed(self, decodes: list[RequestState]) -> None:
+        """Who was followed lately."""
+        if self._has_upkeep:
+            before = self._followed_at
+            self._followed_at = {
+                s.request_id: self._step if s.is_followed else before.get(s.request_id, -GAP)
+                for s in decodes
+            }
+
+    def _choose_from(self, decodes: list[RequestState], costs: StepCosts) -> None:
+        """Drafts for those for whom they pay, if there is credit."""
         room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         if self._has_credit(costs):
+            limits = np.minimum(limits, self._depth_at_stake(len(decodes), costs))
             acceptance = self._acceptance(decodes)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
@@ -152,9 +183,6 @@ class AutomaticDrafting(Drafting):
                 for rate in self._general:
                     rate.fade()
                 self._try_one(decodes, limits, costs)
-        if self._has_upkeep:
-            for state in decodes:
-                state.is_followed = state.request_id in self._plan
 
     def _pays_all(self, least: float) -> bool:
         """Whether drafts make each request faster, or a place that is free early is waited for:
@@ -174,6 +202,11 @@ class AutomaticDrafting(Drafting):
         self._is_paused = credit <= enough
         return not self._is_paused
 
+    def _depth_at_stake(self, num_rows: int, costs: StepCosts) -> int:
+        """How deep all may be drafted for, so that one round takes but a part of the credit."""
+        stake = self._credit.of(costs.plain) * STAKE * costs.plain - costs.round
+        return max(int(stake / (costs.draft + costs.node * num_rows)), TRIAL_DEPTH)
+
     def _trial_cost(self, costs: StepCosts) -> float:
         """What a round of a trial adds to a step, in plain steps."""
         return (costs.round + (costs.draft + costs.node) * TRIAL_DEPTH) / costs.plain
@@ -190,9 +223,13 @@ class AutomaticDrafting(Drafting):
 
     def _most_gain(self, num_rows: int, costs: StepCosts) -> float:
         """What drafts that nearly always hold would add to the speed of so many rows."""
-        steps = self._shape.steps
-        chances, limits = np.full((num_rows, steps), MOST_HOPE), np.full(num_rows, steps)
-        return choose_chain(chances, limits, costs).rate * costs.plain / num_rows - 1.0
+        best, tokens, chance = 1.0, 1.0, 1.0
+        for depth in range(1, self._shape.steps + 1):
+            chance *= MOST_HOPE
+            tokens += chance
+            beside = costs.round + (costs.draft + costs.node * num_rows) * depth
+            best = max(best, tokens / (1.0 + beside / costs.plain))
+        return best - 1.0
 
     def _begin_trial(self, state: RequestState) -> None:
         self._trial, self._trial_ends = state, self._step + TRIAL_STEPS
@@ -223,7 +260,9 @@ class AutomaticDrafting(Drafting):
         hits = np.array([s.draft_hits for s in decodes])
         own = (hits + OWN_WEIGHT * general[0]) / (tries + OWN_WEIGHT)
         if self._has_upkeep:
-            own *= np.where([s.is_followed for s in decodes], 1.0, self._late)
+            recent = self._step - GAP
+            is_late = [self._followed_at.get(s.request_id, recent) <= recent for s in decodes]
+            own *= np.where(is_late, self._late, 1.0)
         chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, MOST_HOPE)
         return chances
 

@@ -44,10 +44,12 @@ that others begin with."""
 OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
-SHARE = 0.0125
-"""Of the time, what may be lost on drafts that do not pay, where they could double the speed."""
-START_STEPS, MOST_STEPS = 4.0, 16.0
-"""Credit in plain steps: at first, and at most."""
+SHARE = 0.01
+"""Of the time, what may be lost on drafts that do not pay, where they promise much."""
+MUCH = 0.5
+"""Drafts promise much where they would gain this, if they nearly always held."""
+START_STEPS, MOST_STEPS = 4.0, 32.0
+"""Credit in plain steps: at first where drafts promise much, and at most."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,8 @@ class _Size:
     """Of steps of one number of rows: costs as measured at start, and two corrections.
 
     plainness: what a step without drafts takes, next to what was measured. slowness: what drafts
-    add to a step, next to what was measured.
+    add to a step, next to what was measured and made as much slower as steps without drafts are:
+    a machine that others use as well is slow at everything.
     """
 
     measured: StepCosts
@@ -96,6 +99,11 @@ class _Size:
     """Steps without drafts that are wanted at first, to know what they take."""
     num_rounds: int = 0
     """Rounds since the last such step."""
+
+    @property
+    def beside(self) -> float:
+        """Seconds that what drafts add takes, for every second measured."""
+        return self.plainness.value * self.slowness.value
 
 
 class MeasuredCosts:
@@ -109,14 +117,14 @@ class MeasuredCosts:
     def at(self, num_rows: int) -> StepCosts:
         """Seconds of the parts of a step of ``num_rows``."""
         size = self._size(num_rows)
-        found, slow = size.measured, size.slowness.value
+        found, slow = size.measured, size.beside
         plain = found.plain * size.plainness.value
         return StepCosts(plain, found.node * slow, found.draft * slow, found.round * slow)
 
     def draft_of(self, num_rows: int, num_drafting: int) -> float:
         """Seconds of a proposer's step over ``num_drafting`` ends, in steps of ``num_rows``."""
         found = costs_at(self._costs, num_rows, num_drafting=num_drafting)
-        return found.draft * self._size(num_rows).slowness.value
+        return found.draft * self._size(num_rows).beside
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """A step without drafts took so long."""
@@ -131,6 +139,7 @@ class MeasuredCosts:
         found = size.measured
         plain = found.plain * size.plainness.value
         beside = found.round + found.draft * depth + found.node * num_drafts
+        beside *= size.plainness.value
         seconds = _believable(seconds, plain + beside * size.slowness.value)
         size.slowness.add(max((seconds - plain) / beside, LEAST_SLOW), 1.0)
         size.num_rounds += 1
@@ -165,10 +174,13 @@ class Credit:
         self._seconds = 0.0
         self._plain = 0.0
 
+    def begin(self, plain: float, promise: float) -> None:
+        """What there is at first; plain: seconds of a step. Later calls do nothing."""
+        if self._plain == 0.0:
+            self._plain, self._seconds = plain, START_STEPS * plain * promise
+
     def of(self, plain: float) -> float:
         """What there is, in steps that take ``plain`` seconds without drafts."""
-        if self._plain == 0.0:
-            self._seconds = START_STEPS * plain
         self._plain = plain
         return self._seconds / plain
 
@@ -185,6 +197,14 @@ class Credit:
         """So much was lost, or gained where negative."""
         most = MOST_STEPS * self._plain
         self._seconds = max(min(self._seconds - seconds, most), -most)
+
+
+def promise_of(most_gain: float) -> float:
+    """What may be risked of what may be at most. ``most_gain``: in speed, by drafts that hold.
+
+    The less could be gained, the less likely it is as well: it counts twice.
+    """
+    return min((most_gain / MUCH) ** 2, 1.0)
 
 
 def _believable(seconds: float, expected: float) -> float:

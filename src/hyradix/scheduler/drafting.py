@@ -25,7 +25,7 @@ class Drafting:
         self._spec = spec
 
     def admit(self, state: RequestState, num_running: int) -> None:
-        """``state`` begins to run, one of ``num_running``: decide whether it is followed."""
+        """``state`` begins to run, soon one of ``num_running``: decide whether it is followed."""
 
     def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> bool:
         """These requests decode in the step that is being built. Whether any may have drafts.

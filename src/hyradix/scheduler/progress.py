@@ -50,6 +50,8 @@ class InFlight:
     step: int
     planned: tuple[PlannedRow, ...]
     folded: tuple[RequestState, ...] = ()
+    depth: int = 0
+    """Drafts that a row may have, one after the other; -1: the step is not of decodes alone."""
 
 
 class Arrived(msgspec.Struct, frozen=True):

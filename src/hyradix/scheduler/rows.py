@@ -36,17 +36,21 @@ class RowPlanner:
         self._config = config
         self._cache = cache
         self._drafting = drafting
+        self._defers_state = config.defers_state
+        self._has_draft_layer = config.spec is not None and config.spec.proposer == "mtp"
         self._num_missing = 0
+        self.is_drafting = False
+        """Whether any row of the step that is being built may have drafts."""
 
     # ---- decode ---------------------------------------------------------------------------------
 
     def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> None:
         """These requests would decode now: drafts must leave each the slot for its token."""
-        is_drafting = self._drafting.begin_step(decodes, is_waited_for=is_waited_for)
+        self.is_drafting = self._drafting.begin_step(decodes, is_waited_for=is_waited_for)
         if self._config.spec is None:
             return
         self._num_missing = len(decodes)
-        if not is_drafting and self._cache.rows.num_unpromised >= 2 * len(decodes):
+        if not self.is_drafting and self._cache.rows.num_unpromised >= 2 * len(decodes):
             return  # nothing is short, and each row lacks one slot at most
         self._num_missing = self._missing(decodes)
         if self._num_missing > self._cache.rows.num_unpromised:
@@ -67,7 +71,7 @@ class RowPlanner:
         """
         if self._must_wait(state):
             return True
-        nodes, accepted = NO_DRAFTS if self._config.spec is None else self._limits(state)
+        nodes, accepted = self._limits(state) if self.is_drafting else NO_DRAFTS
         if nodes > 1:
             if state.num_in_flight == 0:
                 self._plan_drafts(batch, state, nodes, accepted)
@@ -91,13 +95,12 @@ class RowPlanner:
         if self._config.num_log_rows:
             logged = start - max(state.num_computed_tokens, state.prefill_end)
             return logged >= self._config.num_log_rows
-        return self._config.defers_state and start > len(state.tokens)
+        return self._defers_state and start > len(state.tokens)
 
     def _limits(self, state: RequestState) -> tuple[int, int]:
         """Nodes and positions that the next round of ``state`` may have; ``NO_DRAFTS``."""
         spec = self._config.spec
-        if spec is None:
-            return NO_DRAFTS
+        assert spec is not None
         nodes, accepted = self._drafting.limit(state)
         if nodes <= 1:
             return NO_DRAFTS
@@ -152,7 +155,8 @@ class RowPlanner:
             max_nodes=0 if is_prefill else max_nodes,
             max_accepted=max_accepted,
         )
-        if self._config.spec is not None or max(end, num_slots) > holding.num_slots:
+        is_fed = self._has_draft_layer and state.is_followed
+        if is_fed or max(end, num_slots) > holding.num_slots:
             self._extend(batch, holding, planned, num_slots)
         interval, furthest = self._config.track_interval, start + max(count, max_accepted)
         if is_prefill or (interval and furthest // interval > start // interval):

@@ -152,7 +152,8 @@ class Scheduler:
             return None
         batch.kv_updates[:0] = self._kv_updates
         self._kv_updates.clear()
-        self._in_flight.append(InFlight(self._step, tuple(batch.planned), tuple(batch.folded)))
+        planned, folded = tuple(batch.planned), tuple(batch.folded)
+        self._in_flight.append(InFlight(self._step, planned, folded, self._depth_of(batch)))
         self._step += 1
         self.counters.steps += 1
         return batch.build()
@@ -176,6 +177,14 @@ class Scheduler:
                 self._plan_prefill(batch, state)
         self._admit_waiting(batch)
         return batch
+
+    def _depth_of(self, batch: BatchBuilder) -> int:
+        """``InFlight.depth``; where nothing is ever drafted nobody asks for it."""
+        if self.config.spec is None or batch.num_prefill_tokens or not batch.planned:
+            return -1
+        if not self._rows.is_drafting:
+            return 0
+        return max(planned.max_accepted for planned in batch.planned) - 1
 
     @property
     def num_in_flight(self) -> int:
@@ -246,7 +255,7 @@ class Scheduler:
                 state, [q for q in self._waiting if q is not state][:MAX_ASKED], self.cache
             )
         insort(self._running, state, key=lambda s: s.arrival)
-        self._drafting.admit(state, len(self._running))
+        self._drafting.admit(state, self._num_soon(len(batch.row_inits)))
         if state.num_admissions == 1:
             self.counters.cached_tokens += state.num_cached_tokens
             self.miss_reasons[state.miss_reason.value] += 1
@@ -259,6 +268,14 @@ class Scheduler:
         if admission.state_op is not None:
             batch.state_ops.append(admission.state_op)
         return True
+
+    def _num_soon(self, num_admitted: int) -> int:
+        """How many may soon run, with the one that is admitted now: those that wait come next.
+
+        num_admitted: before it in this step; they are in both lists, as it is.
+        """
+        num_waiting = len(self._waiting) - num_admitted - 1
+        return min(len(self._running) + num_waiting, self.config.max_requests)
 
     def _plan_prefill(self, batch: BatchBuilder, state: RequestState) -> None:
         count = min(state.prefill_end - state.num_scheduled_tokens, self._budget(batch))
@@ -302,7 +319,11 @@ class Scheduler:
                 self._departures.come_to_rest(state)
         for state in flight.folded:
             self._departures.commit_fold(state)
-        self._last_size = self._size_of(flight, output)
+        self._last_size = None
+        if flight.depth >= 0:
+            num_rows = len(flight.planned)
+            num_nodes = int(output.num_nodes.sum()) if flight.depth else num_rows
+            self._last_size = num_rows, num_nodes, flight.depth
         return news
 
     def note_time(self, seconds: float) -> None:
@@ -310,15 +331,6 @@ class Scheduler:
         if self._last_size is not None:
             self._drafting.learn_time(*self._last_size, seconds)
             self._last_size = None
-
-    def _size_of(self, flight: InFlight, output: StepOutput) -> tuple[int, int, int] | None:
-        """Rows, nodes and depth of drafts of a step of decodes alone; None for any other."""
-        if self.config.spec is None or not flight.planned:
-            return None
-        if any(planned.is_prefill for planned in flight.planned):
-            return None
-        depth = max(planned.max_accepted for planned in flight.planned) - 1
-        return len(flight.planned), int(output.num_nodes.sum()), depth
 
     def _arrive(self, planned: PlannedRow, arrived: Arrived, at: int | None) -> None:
         """How far the row has come: a decode consumes as many positions as it brings tokens."""
@@ -338,17 +350,19 @@ class Scheduler:
 
     def _take_in_drafts(self, planned: PlannedRow, output: StepOutput, at: int) -> None:
         """The slots of the nodes that were consumed become those of their positions."""
-        holding, num_nodes = planned.state.holding, int(output.num_nodes[at])
-        assert holding is not None
+        state, num_nodes = planned.state, int(output.num_nodes[at])
+        assert state.holding is not None
         assert num_nodes <= planned.max_nodes
+        if num_nodes == 1:
+            self._drafting.learn(state, 1, 0, 0)
+            return
         path = output.paths[at, : output.num_tokens[at]]
-        if num_nodes > 1:
-            self.cache.rows.reorder(holding, planned.start, slot_order(path, num_nodes))
-            self.counters.draft_rounds += 1
-            self.counters.draft_tokens += num_nodes - 1
-            self.counters.accepted_tokens += len(path) - 1
+        self.cache.rows.reorder(state.holding, planned.start, slot_order(path, num_nodes))
+        self.counters.draft_rounds += 1
+        self.counters.draft_tokens += num_nodes - 1
+        self.counters.accepted_tokens += len(path) - 1
         depth = min(num_nodes, planned.max_accepted) - 1
-        self._drafting.learn(planned.state, num_nodes, len(path) - 1, depth)
+        self._drafting.learn(state, num_nodes, len(path) - 1, depth)
 
     def _commit_row(
         self,

@@ -34,12 +34,19 @@ class Drafts:
         """``int32[B]`` nodes of each tree, the root included."""
         return np.diff(self.cu_nodes)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every tree is its root alone."""
+        return len(self.token_ids) == len(self.cu_nodes) - 1
+
     @classmethod
     def of(cls, trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Drafts:
         """From (token ids, parents) of each tree."""
+        tokens = [token for ids, _ in trees for token in ids]
+        if len(tokens) == len(trees):
+            return cls.roots(np.array(tokens, np.int32))
         cu_nodes = np.zeros(len(trees) + 1, np.int32)
         np.cumsum([len(parents) for _, parents in trees], out=cu_nodes[1:])
-        tokens = [token for ids, _ in trees for token in ids]
         above = [parent for _, parents in trees for parent in parents]
         return cls(cu_nodes, np.array(tokens, np.int32), np.array(above, np.int32))
 

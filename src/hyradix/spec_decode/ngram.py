@@ -136,16 +136,12 @@ class NgramProposer:
 
     def propose(self, batch: DraftRound) -> Drafts:
         """Cost: a few microseconds a row, whatever its length; once, that of indexing it."""
+        shape = batch.shape
+        columns = (batch.rows, batch.starts, batch.max_nodes, batch.max_depth)
         return Drafts.of(
             [
-                self._tree(row, start, nodes, min(depth, batch.shape.steps), batch.shape.topk)
-                for row, start, nodes, depth in zip(
-                    batch.rows.tolist(),
-                    batch.starts.tolist(),
-                    batch.max_nodes.clip(1, batch.shape.nodes).tolist(),
-                    batch.max_depth.tolist(),
-                    strict=True,
-                )
+                self._tree(row, start, min(nodes, shape.nodes), min(depth, shape.steps), shape.topk)
+                for row, start, nodes, depth in zip(*(x.tolist() for x in columns), strict=True)
             ]
         )
 
@@ -165,10 +161,11 @@ class NgramProposer:
         known = len(index.token_ids)
         index.extend(self._token_ids[row, known : start + 1].tolist())
         ids, end = index.token_ids, start
-        if num_nodes == 1 or depth < 1:
+        places = index.places() if num_nodes > 1 and depth > 0 else []
+        if not places:
             return [ids[end]], [-1]
         trie = Trie(ids[end])
-        for place in index.places():
+        for place in places:
             follow = ids[place + 1 : place + 1 + depth].tolist()
             while len(follow) < depth:
                 follow.append(follow[len(follow) - (end - place)])
