@@ -3,10 +3,12 @@
     python benchmarks/spec_decode.py [--batches 1 8 32] [--json benchmarks/results/spec_decode.json]
 
 Greedy replies of the demo model to all prompts of MT-bench and GSM8K, and to text that repeats its
-prompt. Every way serves the same group of prompts one after the other, then the next group comes.
-Per way and set:
+prompt. Every way serves the same group of prompts, in turns of a tenth of a second, so that what
+else the machine does falls on all; then the next group comes. "plain again" is plain once more: by
+how much it differs from plain is by how much anything may. Per way and set:
 - ``ratio``: median over groups of tokens a second against plain; ``whole``: all tokens by all
-  seconds. Only steps without prefill count, with what the choice spends on learning.
+  seconds. Only steps without prefill count, with what the choice spends on learning; the first of
+  a turn, which finds others' numbers in the caches, counts for nobody.
 - ``first``: the first group alone, when an automatic choice knows nothing yet: each set has engines
   of its own, and what is compiled or loaded late is so by others before.
 - ``prefill``: plain's seconds in all other steps against this way's (a draft layer works there).
@@ -17,6 +19,7 @@ Outputs are compared: they must be those of plain decode.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +47,7 @@ from tests.support.demo import DemoEngines  # noqa: E402
 MAX_TOKENS = 96
 WAYS: dict[str, dict[str, object]] = {
     "plain": {},
+    "plain again": {},
     "ngram chain 4": {"spec": "ngram", "spec_steps": 4},
     "ngram chain 7": {"spec": "ngram", "spec_steps": 7},
     "ngram tree 8": {"spec": "ngram", "spec_topk": 2, "spec_steps": 4, "spec_nodes": 8},
@@ -59,6 +63,7 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
+TURN_S = 0.1
 MIN_GROUPS = 6
 """Where a set has fewer groups of the batch's size, it begins anew."""
 
@@ -72,6 +77,38 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
+    replies: dict[str, list[int]] = field(default_factory=dict)
+
+    def begin(self, prompts: list[list[int]], name: str) -> None:
+        """A group, all prompts at once."""
+        self.replies = {}
+        for column in (self.seconds, self.tokens, self.prefill_seconds):
+            column.append(0)
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+            ids = np.asarray(prompt, dtype="<i4").tobytes()
+            request = Request(
+                request_id=f"{name}-{i}", prompt_token_ids=ids, sampling=params, seed=0
+            )
+            assert self.engine.add(request) is None
+            self.replies[request.request_id] = []
+
+    def advance(self, seconds: float, *, is_alone: bool) -> None:
+        """Steps for about so long; is_alone: nobody has run since the last."""
+        ends, counts = time.perf_counter() + seconds, is_alone
+        counters = self.engine.scheduler.counters
+        while self.engine.has_work() and time.perf_counter() < ends:
+            before, started = counters.computed_tokens, time.perf_counter()
+            outputs = self.engine.step()
+            elapsed = time.perf_counter() - started
+            for output in outputs:
+                self.replies[output.request_id] += output.token_ids
+            if counters.computed_tokens > before:
+                self.prefill_seconds[-1] += elapsed
+            elif counts:
+                self.seconds[-1] += elapsed
+                self.tokens[-1] += sum(len(output.token_ids) for output in outputs)
+            counts = True
 
     def speed(self, group: int | None = None) -> float:
         """Tokens a second, of one group or all."""
@@ -95,31 +132,17 @@ def make_prompts(engines: DemoEngines) -> dict[str, list[list[int]]]:
     return sets
 
 
-def serve(way: Way, prompts: list[list[int]], name: str) -> list[list[int]]:
-    """All prompts at once; returns the replies."""
-    replies: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-        ids = np.asarray(prompt, dtype="<i4").tobytes()
-        request = Request(request_id=f"{name}-{i}", prompt_token_ids=ids, sampling=params, seed=0)
-        assert way.engine.add(request) is None
-        replies[request.request_id] = []
-    seconds = tokens = prefill = 0.0
-    while way.engine.has_work():
-        before = way.engine.scheduler.counters.computed_tokens
-        started = time.perf_counter()
-        outputs = way.engine.step()
-        elapsed = time.perf_counter() - started
-        is_decode = way.engine.scheduler.counters.computed_tokens == before
-        for output in outputs:
-            replies[output.request_id] += output.token_ids
-            tokens += len(output.token_ids) * is_decode
-        seconds += elapsed * is_decode
-        prefill += elapsed * (not is_decode)
-    way.seconds.append(seconds)
-    way.tokens.append(int(tokens))
-    way.prefill_seconds.append(prefill)
-    return list(replies.values())
+def serve(ways: list[Way], prompts: list[list[int]], name: str) -> int:
+    """One group, by all ways in turns: in any order, as it matters who was just before. Returns how
+    many have other replies than the first."""
+    for way in ways:
+        way.begin(prompts, name)
+    at_work, rng = ways, random.Random(name)
+    while at_work:
+        for way in rng.sample(at_work, len(at_work)):
+            way.advance(TURN_S, is_alone=len(at_work) == 1)
+        at_work = [way for way in at_work if way.engine.has_work()]
+    return sum(way.replies != ways[0].replies for way in ways)
 
 
 def groups(prompts: list[list[int]], size: int, at_most: int) -> Iterator[list[list[int]]]:
@@ -141,17 +164,15 @@ def make_ways(engines: DemoEngines, batch: int, args: argparse.Namespace) -> lis
 def run(engines: DemoEngines, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """All sets at one batch size."""
     result: dict[str, Any] = {}
-    for way in make_ways(engines, batch, args):  # what is loaded or compiled late
-        serve(way, make_prompts(engines)["gsm8k"][-batch:], "warm")
+    late = make_prompts(engines)["gsm8k"][-batch:]
+    serve(make_ways(engines, batch, args), late, "warm")  # what is loaded or compiled late
     for set_name, prompts in make_prompts(engines).items():
         if set_name not in args.sets:
             continue
         ways = make_ways(engines, batch, args)
         differing = 0
         for number, group in enumerate(groups(prompts, batch, args.groups)):
-            order = ways[number % len(ways) :] + ways[: number % len(ways)]
-            replies = {way.name: serve(way, group, f"{number}") for way in order}
-            differing += sum(r != replies["plain"] for r in replies.values())
+            differing += serve(ways, group, f"{number}")
         found = {way.name: figures(way, ways) for way in ways}
         result[set_name] = {"differing": differing, "ways": found}
         for name, line in found.items():
