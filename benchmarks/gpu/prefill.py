@@ -118,13 +118,14 @@ def bench_launch(
         state = torch.zeros(count + 1, s.hv, s.dk, s.dv, device=device)
         if launch == "solve":
             return [lambda: solve_(chunks, scratch, chosen, is_exact=False)]
-        return [lambda: pass_(chunks, state, scratch, chosen, is_exact=False)]
+        out = torch.empty(total, s.hv, s.dv, dtype=BFLOAT16, device=device)
+        return [lambda: pass_(chunks, state, scratch, chosen, out, is_exact=False)]
 
     keys, values = s.hk * s.dk, s.hv * s.dv
     by_token = 6 * keys + 4 * (s.hv * s.dk + 2 * values) + 2 * 64 * s.hv
     num_bytes = total * by_token
-    if launch == "pass":
-        num_bytes += 2 * count * s.hv * s.dk * s.dv * 4
+    if launch == "pass":  # outputs are bfloat16
+        num_bytes += 2 * count * s.hv * s.dk * s.dv * 4 - 2 * total * values
     return Bench(
         f"gdn prefill {launch}, {count} x {lengths[0]}", count, num_bytes, build,
         note=str(config or ""), config=config,

@@ -130,7 +130,9 @@ def scratch_bytes(
     parts of attention by row."""
     r = recurrent
     keys, values = r.num_k_heads * r.k_dim, r.num_v_heads * r.v_dim
-    by_token = 2 * keys + 3 * values + r.num_v_heads * (2 + r.k_dim + CHUNK)
+    by_token = 2 * keys + 2 * values + r.num_v_heads * (2 + r.k_dim + CHUNK)
+    if r.has_channel_decay:
+        by_token += keys + r.num_v_heads * CHUNK
     by_row = 2 * keys + 3 * values + 2 * (r.num_k_heads + r.num_v_heads)
     parts = max(step.max_requests, LEAST_PARTS) * forward.num_heads * (forward.v_dim + 1)
     activations = min(step.max_tokens, EXPERT_TOKENS) * forward.expert_numbers

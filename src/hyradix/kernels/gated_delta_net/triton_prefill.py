@@ -63,11 +63,11 @@ def mix_(
         projected.dtype == torch.float32,
         num_warps=4,
     )  # fmt: skip
-    chunked_(batch.chunks, state, scratch, projected.dtype, config=config)
+    there = out[:tokens].unflatten(1, (num_v_heads, dv))
+    chunked_(batch.chunks, state, scratch, there, config=config)
     move_windows_(projected, batch, conv_state)
     z = projected[:tokens, channels : channels + num_v_heads * dv].unflatten(1, (num_v_heads, dv))
-    there = out[:tokens].unflatten(1, (num_v_heads, dv))
-    gated_rms_norm(x.o[:tokens], z, weights.norm, weights.eps, there)
+    gated_rms_norm(there, z, weights.norm, weights.eps, there)
     return out
 
 

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from hyradix.kernels.gated_delta_rule.triton_solve import solve_kernel
 from hyradix.kernels.triton_halves import ONE, dot, dot_for, scale_of, split
-from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two
+from hyradix.kernels.triton_support import ceil_div, launch, load32, power_of_two, store
 from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 
 CHUNK = 64
@@ -80,7 +80,7 @@ def chunk_table(
 
 
 class ChunkScratch:
-    """By token of the step: inputs (q, k unit and q scaled), what the first launch leaves, o.
+    """By token of the step: inputs (q, k unit and q scaled), what the first launch leaves.
 
     q, k, w, products: ``float16[2, ..]``, high and low numbers (``../triton_halves.py``).
     """
@@ -105,26 +105,26 @@ class ChunkScratch:
         self.g, self.beta = (empty(num_v_heads) for _ in "gb")
         self.w, self.u = halves(num_v_heads, k_dim), empty(num_v_heads, v_dim)
         self.products = halves(num_v_heads, CHUNK)
-        self.o = empty(num_v_heads, v_dim)
 
 
 def chunked_(
     chunks: Chunks,
     state: torch.Tensor,
     scratch: ChunkScratch,
-    dtype: torch.dtype,
+    out: torch.Tensor,
     *,
     config: ChunkConfig | None = None,
 ) -> None:
-    """From each sequence's slot: ``scratch.o``, the slot's state, the saves.
+    """From each sequence's slot: out ``[T, Hv, dv]``, the slot's state, the saves.
 
     state: ``float32[slots, Hv, dk, dv]``. scratch: q, k, v, g, beta of all tokens; beta becomes
-    e^G (from the chunk's start to the token), g becomes e^(G_last - G). dtype: of activations.
+    e^G (from the chunk's start to the token), g becomes e^(G_last - G). out: in the type of
+    activations, each token's heads side by side.
     """
     config = config or chunk_config(state.device, chunks.slots.shape[0], state.shape[2])
-    is_exact = dtype == torch.float32
+    is_exact = out.dtype == torch.float32
     solve_(chunks, scratch, config, is_exact=is_exact)
-    pass_(chunks, state, scratch, config, is_exact=is_exact)
+    pass_(chunks, state, scratch, config, out, is_exact=is_exact)
 
 
 def solve_(chunks: Chunks, scratch: ChunkScratch, config: ChunkConfig, *, is_exact: bool) -> None:
@@ -150,22 +150,24 @@ def pass_(
     state: torch.Tensor,
     scratch: ChunkScratch,
     config: ChunkConfig,
+    out: torch.Tensor,
     *,
     is_exact: bool,
 ) -> None:
-    """The second: o, the slots' states, the saves.
+    """The second: out, the slots' states, the saves.
 
     A chunk's numbers are asked for at once only where shared memory holds them twice.
     """
     x, (_, num_v_heads, dk, dv) = scratch, state.shape
     assert state.is_contiguous()
+    assert out.stride()[1:] == (dv, 1)
     block_v = max(min(config.block_v, power_of_two(dv)), LEAST_TILE)
     stages = 1 if is_exact or dk > 128 else config.stages
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, *x.q, *x.k, x.beta, x.g, *x.w, x.u,
-        *x.products, x.o,
+        *x.products, out, out.stride(0),
         num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
         block_v, ceil_div(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
@@ -175,7 +177,7 @@ def pass_(
 @triton.jit
 def _pass_kernel(
     table, offsets, slots, all_states, q_high, q_low, k_high, k_low, all_grown, all_behind,
-    w_high, w_low, all_u, products_high, products_low, all_o,
+    w_high, w_low, all_u, products_high, products_low, out, out_stride,
     HV: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -192,6 +194,7 @@ def _pass_kernel(
     place = (head * DK + d[:, None]) * DV + column[None, :]
     of_w, of_key = (c * (HV * DK))[:, None] + d[None, :], (c * (HK * DK))[:, None] + d[None, :]
     of_value = (c * (HV * DV))[:, None] + column[None, :]
+    of_out = (c * out_stride)[:, None] + head * DV + column[None, :]
     of_products = (c * (HV * C))[:, None] + c[None, :]
     own = all_states + slot * (HV * DK * DV) + place
     state = tl.load(own, mask=in_state, other=0.0)
@@ -226,7 +229,7 @@ def _pass_kernel(
             low = tl.load(products_low + row * C + of_products, mask=is_token[:, None], other=0.0)
         u_high, u_low = split(u)
         o += dot_for(high, low, u_high, u_low, IS_EXACT) * (scale * (1.0 / ONE))
-        tl.store(all_o + row * DV + of_value, o, mask=in_columns)
+        store(out + first * out_stride + of_out, o, in_columns)
         u_high, u_low = split(u * behind[:, None])
         high = tl.load(k_high + key + of_key, mask=of_tokens, other=0.0)
         low = tl.load(k_low + key + of_key, mask=of_tokens, other=0.0)

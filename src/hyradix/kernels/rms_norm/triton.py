@@ -69,8 +69,8 @@ def gated_rms_norm(
 
     x is x + skip * v where those are given: skip ``float32[groups, V]``, v as x.
 
-    x, gate, out: ``[T, groups, V]``, the last dimension dense. weight: ``float32[V]`` or
-    ``float32[groups, V]``. activation: "silu" or (KDA) "sigmoid".
+    x, gate, out: ``[T, groups, V]``, the last dimension dense; out may be x. weight: ``float32[V]``
+    or ``float32[groups, V]``. activation: "silu" or (KDA) "sigmoid".
     """
     tokens, groups, size = x.shape
     assert x.stride(2) == gate.stride(2) == out.stride(2) == 1
