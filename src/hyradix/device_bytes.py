@@ -132,14 +132,14 @@ def scratch_bytes(
     r = recurrent
     keys, values = r.num_k_heads * r.k_dim, r.num_v_heads * r.v_dim
     by_token = 2 * keys + 2 * values + r.num_v_heads * (2 + r.k_dim + CHUNK)
-    if r.has_channel_decay:
+    if r.has_channel_decay:  # of keys, and the system of a chunk beside its products
         by_token += keys + r.num_v_heads * CHUNK
     by_row = 2 * keys + 3 * values + 2 * (r.num_k_heads + r.num_v_heads)
     parts = max(step.max_requests, LEAST_PARTS) * forward.num_heads * (forward.v_dim + 1)
     activations = min(step.max_tokens, EXPERT_TOKENS) * forward.expert_numbers
     activations += step.max_tokens * forward.latent_numbers
-    keys = gathered_keys(forward.v_dim, element_bytes)
-    activations += 2 * keys * forward.key_heads * forward.v_dim
+    num_gathered = gathered_keys(forward.v_dim, element_bytes)
+    activations += 2 * num_gathered * forward.key_heads * forward.v_dim
     numbers = step.max_tokens * by_token + step.max_requests * by_row + parts
     numbers += PRODUCT_PARTS + PRODUCT_PARTS // 256
     return 4 * numbers + element_bytes * activations

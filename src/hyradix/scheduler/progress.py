@@ -51,7 +51,14 @@ class InFlight:
     planned: tuple[PlannedRow, ...]
     folded: tuple[RequestState, ...] = ()
     depth: int = 0
-    """Drafts that a row may have, one after the other; -1: the step is not of decodes alone."""
+    """See ``RowPlanner.depth_of``."""
+
+    def size(self, output: StepOutput) -> tuple[int, int, int] | None:
+        """Rows, nodes and depth of drafts of a step of decodes alone; None for any other."""
+        if self.depth < 0:
+            return None
+        num_rows = len(self.planned)
+        return num_rows, int(output.num_nodes.sum()) if self.depth else num_rows, self.depth
 
 
 class Arrived(msgspec.Struct, frozen=True):

@@ -39,18 +39,18 @@ class RowPlanner:
         self._defers_state = config.defers_state
         self._has_draft_layer = config.spec is not None and config.spec.proposer == "mtp"
         self._num_missing = 0
-        self.is_drafting = False
+        self._is_drafting = False
         """Whether any row of the step that is being built may have drafts."""
 
     # ---- decode ---------------------------------------------------------------------------------
 
     def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> None:
         """These requests would decode now: drafts must leave each the slot for its token."""
-        self.is_drafting = self._drafting.begin_step(decodes, is_waited_for=is_waited_for)
+        self._is_drafting = self._drafting.begin_step(decodes, is_waited_for=is_waited_for)
         if self._config.spec is None:
             return
         self._num_missing = len(decodes)
-        if not self.is_drafting and self._cache.rows.num_unpromised >= 2 * len(decodes):
+        if not self._is_drafting and self._cache.rows.num_unpromised >= 2 * len(decodes):
             return  # nothing is short, and each row lacks one slot at most
         self._num_missing = self._missing(decodes)
         if self._num_missing > self._cache.rows.num_unpromised:
@@ -58,6 +58,15 @@ class RowPlanner:
                 if state.num_in_flight == 0:
                     self._cache.rows.trim(_held(state), state.num_scheduled_tokens + 1)
             self._num_missing = self._missing(decodes)
+
+    def depth_of(self, batch: BatchBuilder) -> int:
+        """Drafts that a row of the step may have, one after the other; -1: it is not of decodes
+        alone, or nothing is ever drafted."""
+        if self._config.spec is None or batch.num_prefill_tokens or not batch.planned:
+            return -1
+        if not self._is_drafting:
+            return 0
+        return max(planned.max_accepted for planned in batch.planned) - 1
 
     def _missing(self, decodes: Iterable[RequestState]) -> int:
         """Unpromised slots that these take for the tokens they decode now."""
@@ -71,7 +80,7 @@ class RowPlanner:
         """
         if self._must_wait(state):
             return True
-        nodes, accepted = self._limits(state) if self.is_drafting else NO_DRAFTS
+        nodes, accepted = self._limits(state) if self._is_drafting else NO_DRAFTS
         if nodes > 1:
             if state.num_in_flight == 0:
                 self._plan_drafts(batch, state, nodes, accepted)

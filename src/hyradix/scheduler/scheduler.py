@@ -153,7 +153,7 @@ class Scheduler:
         batch.kv_updates[:0] = self._kv_updates
         self._kv_updates.clear()
         planned, folded = tuple(batch.planned), tuple(batch.folded)
-        self._in_flight.append(InFlight(self._step, planned, folded, self._depth_of(batch)))
+        self._in_flight.append(InFlight(self._step, planned, folded, self._rows.depth_of(batch)))
         self._step += 1
         self.counters.steps += 1
         return batch.build()
@@ -177,14 +177,6 @@ class Scheduler:
                 self._plan_prefill(batch, state)
         self._admit_waiting(batch)
         return batch
-
-    def _depth_of(self, batch: BatchBuilder) -> int:
-        """``InFlight.depth``; where nothing is ever drafted nobody asks for it."""
-        if self.config.spec is None or batch.num_prefill_tokens or not batch.planned:
-            return -1
-        if not self._rows.is_drafting:
-            return 0
-        return max(planned.max_accepted for planned in batch.planned) - 1
 
     @property
     def num_in_flight(self) -> int:
@@ -237,8 +229,7 @@ class Scheduler:
             state.waits_for = find_provider(state, tokens, match, self._running, self.cache)
             if state.waits_for is not None:
                 return None
-            is_missed = match.reason is not MissReason.NONE
-            if is_missed and is_being_written(state, match, self._running):
+            if is_being_written(state, match, self._running):
                 match = replace(match, reason=MissReason.IN_FLIGHT)
         admission = self.cache.admit(
             match,
@@ -319,11 +310,7 @@ class Scheduler:
                 self._departures.come_to_rest(state)
         for state in flight.folded:
             self._departures.commit_fold(state)
-        self._last_size = None
-        if flight.depth >= 0:
-            num_rows = len(flight.planned)
-            num_nodes = int(output.num_nodes.sum()) if flight.depth else num_rows
-            self._last_size = num_rows, num_nodes, flight.depth
+        self._last_size = flight.size(output)
         return news
 
     def note_time(self, seconds: float) -> None:

@@ -15,6 +15,7 @@ from hyradix.cache.node import TOKEN_BYTES, Match
 from hyradix.cache.placement import CheckpointKind
 from hyradix.cache.prefix_cache import PrefixCache
 from hyradix.cache.tree import common_prefix
+from hyradix.request import MissReason
 from hyradix.scheduler.request_state import RequestState, Status
 
 
@@ -68,7 +69,9 @@ def find_provider(
 
 
 def is_being_written(state: RequestState, match: Match, running: Iterable[RequestState]) -> bool:
-    """Whether a step that is not committed leaves a deeper state on its prompt than was found."""
+    """Whether more is missed because a step that is not committed leaves the state for it."""
+    if match.reason is MissReason.NONE:
+        return False
     wanted = state.tokens.to_bytes()[: state.match_limit * TOKEN_BYTES]
     for other in running:
         is_publishing = other.holding is not None and other.status is not Status.FINISHING

@@ -98,7 +98,7 @@ def checks_in_processes(names: list[str], options: KernelBenchOptions) -> list[d
     checks: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory(prefix="checks_") as taken:
-        for worker in _start(names, options, taken):
+        for own, worker in _start(names, options, taken):
             reason = "it broke off, exit code {code}, in {group}"
             try:
                 output, _ = worker.communicate(timeout=max(deadline - time.monotonic(), 1.0))
@@ -110,14 +110,17 @@ def checks_in_processes(names: list[str], options: KernelBenchOptions) -> list[d
             checks += [line for line in said if "name" in line]
             if worker.returncode:
                 last = next((x for x in reversed(said) if "begun" in x), None)
-                checks.append(_broken(worker, reason, last))
+                found = last or {"section": own, "begun": "nothing yet"}
+                error = reason.format(code=worker.returncode, group=found["begun"])
+                checks.append({"name": f"section {found['section']}", "error": error, "ok": False})
     return checks
 
 
 def _start(
     names: list[str], options: KernelBenchOptions, taken: str
-) -> list[subprocess.Popen[str]]:
-    """All processes; ``taken`` is the folder where they say which groups they took."""
+) -> list[tuple[str, subprocess.Popen[str]]]:
+    """All processes, each with its own section. taken: a folder, where they say which groups they
+    took."""
     cores, path = os.cpu_count() or 1, os.pathsep.join(x or os.getcwd() for x in sys.path)
     parts = _num_parts(options, len(names))
     count = parts * len(names)
@@ -130,22 +133,12 @@ def _start(
     for i in range(count):
         order = names[i % len(names) :] + names[: i % len(names)]
         share = f"{i // len(names)}/{parts}"
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, *given, share, *order],
-                stdout=subprocess.PIPE, text=True, env=environment,
-            )
+        worker = subprocess.Popen(
+            [sys.executable, "-m", __name__, *given, share, *order],
+            stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
+        workers.append((order[0], worker))
     return workers
-
-
-def _broken(
-    worker: subprocess.Popen[str], reason: str, last: dict[str, Any] | None
-) -> dict[str, Any]:
-    own = cast(list[str], worker.args)[6]
-    found = last or {"section": own, "begun": "nothing yet"}
-    error = reason.format(code=worker.returncode, group=found["begun"])
-    return {"name": f"section {found['section']}", "error": error, "ok": False}
 
 
 def _num_parts(options: KernelBenchOptions, num_sections: int) -> int:

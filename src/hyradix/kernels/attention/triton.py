@@ -82,14 +82,19 @@ def tokens_per_block(config: AttendConfig, group: int) -> int:
 
 def query_blocks(cu_seqlens: Int32Array, starts: Int32Array, tokens: int) -> Int32Array:
     """``DeviceQueries.blocks`` with up to ``tokens`` tokens each, those with most keys first."""
-    counts = np.diff(cu_seqlens)
-    blocks = -(-counts // tokens)
+    blocks = cut(np.diff(cu_seqlens), tokens)
+    order = np.argsort(-(starts[blocks[:, 0]] + blocks[:, 1]), kind="stable")
+    found: Int32Array = blocks[order]
+    return found
+
+
+def cut(counts: Int32Array, size: int) -> Int32Array:
+    """``int32[B, 2]``: (row, its first) of blocks of up to ``size``, rows one after the other."""
+    blocks = -(-counts // size)
     row = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
     before = np.repeat(np.cumsum(blocks) - blocks, blocks)
-    first = (np.arange(len(row)) - before) * tokens
-    order = np.argsort(-(starts[row] + first), kind="stable")
-    found: Int32Array = np.stack([row, first.astype(np.int32)], 1)[order]
-    return found
+    first = (np.arange(len(row)) - before) * size
+    return np.stack([row, first.astype(np.int32)], 1)
 
 
 def num_programs(counts: Int32Array, group: int, kv_heads: int) -> int:

@@ -2,7 +2,7 @@
 
 A long chunk reads every key once for each of its blocks of queries. Behind a table of slots that is
 an address to wait for and one to multiply for every key; in one place it is neither, and attention
-takes about half the time. The copy costs one more read and write of every key.
+takes 0.7 of the time (8,192 tokens of the 4b shape on an H200, the copy included).
 
 Owns: when that pays, the copy. Does not know: attention, who owns a slot.
 
@@ -25,7 +25,7 @@ import triton.language as tl
 
 from hyradix.device_bytes import gathered_keys
 from hyradix.kernels.attention.queries import Int32Array
-from hyradix.kernels.attention.triton import DeviceQueries
+from hyradix.kernels.attention.triton import DeviceQueries, cut
 from hyradix.kernels.triton_support import launch, power_of_two, wait_for_previous
 
 KEYS_PER_BLOCK = 64
@@ -65,13 +65,9 @@ def gathers(
 
 def key_layout(num_keys: Int32Array) -> tuple[Int32Array, Int32Array]:
     """``DeviceKeys.blocks`` and ``offsets``."""
-    blocks = -(-num_keys // KEYS_PER_BLOCK)
-    row = np.repeat(np.arange(len(num_keys), dtype=np.int32), blocks)
-    before = np.repeat(np.cumsum(blocks) - blocks, blocks)
-    first = (np.arange(len(row)) - before) * KEYS_PER_BLOCK
     offsets = np.zeros(len(num_keys) + 1, np.int32)
     np.cumsum(num_keys, out=offsets[1:])
-    return np.stack([row, first.astype(np.int32)], 1), offsets
+    return cut(num_keys, KEYS_PER_BLOCK), offsets
 
 
 def gather(
