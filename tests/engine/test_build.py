@@ -44,7 +44,8 @@ SHORT: dict[str, object] = {"max_requests": 2, "kv_slots": 64, "states": 4, "num
 def test_the_shortest_contexts_start(options: dict[str, object], max_context: int) -> None:
     """Kernels are compiled and rounds timed on made-up rows, which must fit as well."""
     llm = LLM("demo", max_context=max_context, use_tqdm=False, **SHORT, **options)
-    (result,) = llm.generate([[100]], SamplingParams(max_tokens=5), use_tqdm=False)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    (result,) = llm.generate([[100]], params, use_tqdm=False)
     assert len(result.outputs[0].token_ids) == min(5, max_context - 1)
 
 
