@@ -141,7 +141,7 @@ class ModelRunner:
             first = int(prepared.cu_tokens[prepared.num_plain])
             of_nodes = None if hidden is None else hidden[first:]
             speculation.keep(batch, arranged, verified, paths, of_nodes)
-        speculation.learn(batch, prepared, accepted, hidden)
+        speculation.learn(batch, prepared, accepted, raw, hidden)
         return _output(batch.step, rows, accepted, verified, prompts)
 
     def _accept(

@@ -33,6 +33,7 @@ from hyradix.runner.request_table import RequestTable
 from hyradix.spec_decode.acceptance import Accepted
 from hyradix.spec_decode.build import build_proposer
 from hyradix.spec_decode.drafts import Drafts
+from hyradix.spec_decode.hidden_window import WINDOW, HiddenWindow
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound, Proposer
 from hyradix.spec_decode.state_keeping import StateKeeper, make_keeper
 from hyradix.state_bytes import SpecShape, SpecStateMode
@@ -53,6 +54,8 @@ class Speculation:
     mode: SpecStateMode | None
     has_hidden: BoolArray
     """``bool[max_requests]``: whether the row's working slot holds a hidden state, not zeros."""
+    window: HiddenWindow | None
+    """What rows that were passed over are told when they are followed again; None: nothing."""
 
     @property
     def spec_layers(self) -> tuple[SpecLayer, ...]:
@@ -77,6 +80,8 @@ class Speculation:
             self.has_hidden[init.row] = True
             if self.keeper is not None:
                 self.keeper.enter(init.row)
+            if self.window is not None:
+                self.window.clear(init.row)
             if self.proposer is not None:
                 i = at[init.row]
                 hidden = None
@@ -203,17 +208,24 @@ class Speculation:
         batch: ScheduledBatch,
         prepared: PreparedBatch,
         accepted: Accepted,
+        raw: Array,
         hidden: Array | None,
     ) -> None:
-        """Tell the proposer what the rows that it follows have consumed, and what comes next."""
+        """Tell the proposer what the rows that it follows have consumed, and what comes next.
+
+        raw: what the model's ``forward`` returned; hidden: the same, normalised, or None.
+        """
         if self.proposer is None or not self.proposer.keeps_up:
             return
         num_followed = _num_followed(batch)
         if num_followed == 0 and len(prepared.token_ids) == batch.num_rows:
-            self.proposer.pass_over(prepared.queries.rows, prepared.queries.write_slots)
+            rows, starts = prepared.queries.rows, prepared.queries.positions
+            self.proposer.pass_over(rows, prepared.queries.write_slots)
+            if self.window is not None:
+                self.window.pass_over(rows, starts + np.int32(1), np.ones_like(rows), raw)
             return
         if num_followed < batch.num_rows:
-            self._pass_over(batch)
+            self._pass_over(batch, prepared, raw)
         if num_followed == 0:
             return
         order = prepared.order
@@ -237,20 +249,46 @@ class Speculation:
             index = np.concatenate(tokens)
             is_all = len(index) == hidden.shape[0]
             consumed = hidden if is_all else self.model.ops.select(hidden, index)
-        self.proposer.learn(
-            ConsumedTokens(
-                rows=rows,
-                starts=starts,
-                ends=ends,
-                write_from=batch.write_from[order],
-                next_slots=np.where(has_next, self.table.kv_slots[rows, columns], 0),
-                hidden=consumed,
-            )
+        step = ConsumedTokens(
+            rows=rows,
+            starts=starts,
+            ends=ends,
+            write_from=batch.write_from[order],
+            next_slots=np.where(has_next, self.table.kv_slots[rows, columns], 0),
+            hidden=consumed,
         )
+        self.proposer.learn(self._with_missed(step))
 
-    def _pass_over(self, batch: ScheduledBatch) -> None:
+    def _with_missed(self, step: ConsumedTokens) -> ConsumedTokens:
+        """The same, as if rows had consumed only now what they were passed over at."""
+        if self.window is None or step.hidden is None:
+            return step
+        counts = self.window.count(step.rows, step.starts)
+        if not counts.any():
+            return step
+        ops, lengths = self.model.ops, step.ends - step.starts
+        missed = self.model.normalize(self.window.take(step.rows, counts))
+        hidden = ops.view(torch.cat([ops.tensor(missed), ops.tensor(step.hidden)]))
+        parts = np.stack([counts, lengths], axis=1).reshape(-1)
+        begins = np.stack([np.cumsum(counts), np.cumsum(lengths) + len(missed)], axis=1)
+        begins = begins.reshape(-1) - parts
+        offsets = np.cumsum(parts) - parts
+        index = np.arange(len(hidden)) + np.repeat(begins - offsets, parts)
+        hidden = ops.select(hidden, index.astype(np.int32))
+        return replace(step, starts=step.starts - counts, hidden=hidden)
+
+    def _pass_over(self, batch: ScheduledBatch, prepared: PreparedBatch, raw: Array) -> None:
         """Tell the proposer which slots the rows that are not followed have written."""
         assert self.proposer is not None
+        if self.window is not None:
+            places = np.flatnonzero(~batch.is_followed[prepared.order])
+            of = prepared.order[places]
+            ends, counts = batch.starts[of] + batch.num_tokens[of], batch.num_tokens[of]
+            counts = np.minimum(counts, np.int32(WINDOW))
+            firsts = prepared.cu_tokens[places + 1] - np.cumsum(counts)
+            tokens = np.arange(counts.sum()) + np.repeat(firsts, counts)
+            missed = self.model.ops.select(raw, tokens.astype(np.int32))
+            self.window.pass_over(batch.rows[of], ends, counts, missed)
         index = np.flatnonzero(~batch.is_followed)
         rows, starts = batch.rows[index], batch.starts[index]
         columns, counts = starts, batch.num_tokens[index]
@@ -297,5 +335,13 @@ def make_speculation(
             mode, model.ops, rule, recurrent, shape, states.recurrent, states.conv, hidden
         )
         assert keeper.num_bytes == config.draft_bytes, "draft bytes were computed wrongly"
+    window = None
+    if (
+        proposer is not None
+        and proposer.num_draft_layers
+        and spec is not None
+        and spec.is_automatic
+    ):
+        window = HiddenWindow(config.max_requests, model.config.hidden_size, model.ops)
     has_hidden = np.ones(config.max_requests, np.bool_)
-    return Speculation(config, model, pools, table, proposer, keeper, mode, has_hidden)
+    return Speculation(config, model, pools, table, proposer, keeper, mode, has_hidden, window)

@@ -13,12 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hyradix.scheduler.draft_beliefs import (
-    FORGET_OWN,
-    IDLE_OWN,
+from hyradix.scheduler.draft_acceptance import (
+    EAGERNESS,
     MOST_HOPE,
+    OPTIMISM,
+    Acceptance,
+    age_of,
+    oldest_of,
+)
+from hyradix.scheduler.draft_beliefs import (
     MOST_STEPS,
-    OWN_WEIGHT,
     Credit,
     MeasuredCosts,
     Rate,
@@ -43,22 +47,20 @@ SECOND_CHANCE = 0.25
 MARGIN, TREE_MARGIN = 0.02, 0.05
 """A choice must be better than no drafts by this much, a tree than the best chain."""
 REUSE_STEPS, IDLE_STEPS = 6, 16
-"""A choice stands for so many steps, with drafts and without, while the requests are the same."""
-TRIAL_DEPTH, TRIAL_DRAFTS, TRIAL_STEPS = 2, 8, 32
-"""A request on trial: how deep, and until so many drafts are judged or steps are over."""
+"""A choice stands for so many steps, with drafts and without, while the requests are the same, and
+of the same age; one that loses is made again at once."""
+TRIAL_DEPTH, TRIAL_STEPS = 2, 64
+"""A request on trial: how deep where it is not alone, and for how many steps."""
 CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
 """Rounds until a step without drafts is timed again: where drafts gain less than this, or more."""
 TRIAL_ROUNDS = 3
 """A trial begins when there is credit for so many of its rounds."""
-STAKE = 0.25
-"""Of the credit, what a round of chains may take that brings nothing: who stakes a small part of
-what he has is seldom ruined by bad luck, and learns as much."""
+STAKE = 0.5
+"""Of the credit, what a round of chains may take that brings nothing: who stakes a part of what he
+has is seldom ruined by bad luck. Too small a part is no help: shallow rounds may lose where deep
+ones gain."""
 MOST_LOOKUP = 1.2
 """Plain steps that one in which no drafts were found is thought to take at most."""
-LATE = 0.85
-"""Of its acceptance, what a request is thought to have that was not followed from its prompt on."""
-GAP = 16
-"""Steps for which one need not be followed, now and then: so few tokens are hardly missed."""
 
 
 class AutomaticDrafting(Drafting):
@@ -74,11 +76,10 @@ class AutomaticDrafting(Drafting):
         super().__init__(spec)
         self._shape = spec.shape
         self._has_upkeep = spec.proposer != "ngram"
-        self._late = LATE if spec.proposer == "mtp" else 1.0
         self._costs = MeasuredCosts(costs)
         self._credit = Credit()
         self._is_paused = False
-        self._general = [Rate() for _ in range(spec.shape.steps)]
+        self._acceptance = Acceptance(spec.shape.steps)
         self._trees = [
             tree
             for tree in TREES
@@ -88,13 +89,12 @@ class AutomaticDrafting(Drafting):
         ]
         self._tree_gains: list[Rate | None] = [None] * len(self._trees)
         self._decodes: list[RequestState] = []
-        """Whom the plan is for, and how many steps ago it was made."""
+        self._ages: list[int] = []
+        """Whom the plan is for, of what ages, and how many steps ago it was made."""
         self._age = 0
         self._plan: dict[str, tuple[int, int]] = {}
         self._tree: int | None = None
         self._expected: dict[str, float] = {}
-        self._followed_at: dict[str, int] = {}
-        """The step in which each that runs was followed last, where a head has to keep up."""
         self._trial: RequestState | None = None
         self._trial_ends = self._step = 0
         self._is_waited_for = False
@@ -114,14 +114,15 @@ class AutomaticDrafting(Drafting):
             return
         costs = self._costs.at(num_running)
         self._credit.begin(costs.plain, promise_of(self._most_gain(num_running, costs)))
-        general = np.tile(self._general_chances(), (num_running, 1))
         deepest = min(self._depth_at_stake(num_running, costs), self._shape.steps)
         limits = np.full(num_running, deepest)
-        pays = choose_chain(general, limits, costs).rate * costs.plain
-        state.is_followed = pays >= num_running * (1.0 + MARGIN) and self._has_credit(costs)
-        if not state.is_followed and self._can_try(num_running, costs, 1.0):
-            state.is_followed = True
-            self._begin_trial(state)
+        self._acceptance.think()
+        rates = [
+            choose_chain(np.tile(chances, (num_running, 1)), limits, costs).rate
+            for chances in self._acceptance.hopes(OPTIMISM)[: oldest_of(state) + 1]
+        ]
+        pays = max(rates) * costs.plain >= num_running * (1.0 + MARGIN)
+        state.is_followed = pays and self._has_credit(costs)
 
     def begin_step(self, decodes: Sequence[RequestState], *, is_waited_for: bool) -> bool:
         """Choose for all of them at once."""
@@ -129,34 +130,27 @@ class AutomaticDrafting(Drafting):
         self._step += 1
         self._age += 1
         is_due = self._age >= (REUSE_STEPS if self._plan else IDLE_STEPS)
-        is_due |= self._wants_plain or (bool(self._plan) and self._credit.is_used_up)
-        if (is_due or decodes != self._decodes) and decodes:
+        is_due |= self._wants_plain or (bool(self._plan) and self._credit.is_less)
+        ages = [age_of(state) for state in decodes]
+        if (is_due or ages != self._ages or decodes != self._decodes) and decodes:
+            self._ages = ages
             self._choose(list(decodes))
         self._is_plain = not self._plan
         return bool(self._plan)
 
     def _choose(self, decodes: list[RequestState]) -> None:
         self._decodes, self._age = decodes, 0
+        self._credit.mark()
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
         costs, self._wants_plain = self._costs.at(len(decodes)), False
         most = self._most_gain(len(decodes), costs)
         self._promise = promise_of(most)
         self._credit.begin(costs.plain, self._promise)
-        self._note_followed(decodes)
         if most >= MARGIN:
             self._choose_from(decodes, costs)
         if self._has_upkeep:
             for state in decodes:
                 state.is_followed = state.request_id in self._plan
-
-    def _note_followed(self, decodes: list[RequestState]) -> None:
-        """Who was followed lately."""
-        if self._has_upkeep:
-            before = self._followed_at
-            self._followed_at = {
-                s.request_id: self._step if s.is_followed else before.get(s.request_id, -GAP)
-                for s in decodes
-            }
 
     def _choose_from(self, decodes: list[RequestState], costs: StepCosts) -> None:
         """Drafts for those for whom they pay, if there is credit."""
@@ -164,7 +158,8 @@ class AutomaticDrafting(Drafting):
         limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         if self._has_credit(costs):
             limits = np.minimum(limits, self._depth_at_stake(len(decodes), costs))
-            acceptance = self._acceptance(decodes)
+            self._acceptance.think()
+            acceptance = self._acceptance.of(decodes, OPTIMISM)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
             if choice.rate < plain * (1.0 + MARGIN) or not self._pays_all(choice.least):
@@ -175,13 +170,11 @@ class AutomaticDrafting(Drafting):
                     if depth:
                         self._plan[state.request_id] = (depth + 1, depth + 1)
                     else:
-                        state.draft_hits *= IDLE_OWN
-                        state.draft_tries *= IDLE_OWN
+                        self._acceptance.give_up(state)
             if self._plan and self._costs.wants_plain(len(decodes), self._rounds(choice, plain)):
                 self._plan, self._wants_plain = {}, True
             elif not self._plan:
-                for rate in self._general:
-                    rate.fade()
+                self._acceptance.fade()
                 self._try_one(decodes, limits, costs)
 
     def _pays_all(self, least: float) -> bool:
@@ -211,12 +204,12 @@ class AutomaticDrafting(Drafting):
         """What a round of a trial adds to a step, in plain steps."""
         return (costs.round + (costs.draft + costs.node) * TRIAL_DEPTH) / costs.plain
 
-    def _can_try(self, num_rows: int, costs: StepCosts, share: float) -> bool:
-        """Whether nobody is on trial, there is ``share`` times the credit that one takes, and
-        drafts that nearly always hold would pay for so many rows."""
+    def _can_try(self, num_rows: int, costs: StepCosts) -> bool:
+        """Whether nobody is on trial, there is the credit that one takes, and drafts that nearly
+        always hold would pay for so many rows."""
         if self._trial is not None and self._step < self._trial_ends:
             return False
-        cost = share * TRIAL_ROUNDS * self._trial_cost(costs)
+        cost = TRIAL_ROUNDS * self._trial_cost(costs)
         if self._most_gain(num_rows, costs) < MARGIN:
             return False
         return self._has_credit(costs) and self._credit.of(costs.plain) >= min(cost, MOST_STEPS)
@@ -238,33 +231,21 @@ class AutomaticDrafting(Drafting):
         """The request on trial, or else the one that was tried least, has a chain all the same."""
         trial = self._trial
         if trial is None or trial not in decodes:
-            share = 2.0 if self._has_upkeep else 1.0
-            if not self._can_try(len(decodes), costs, share):
+            if not self._can_try(len(decodes), costs):
                 return
             trial = min(decodes, key=lambda state: state.num_draft_rounds)
             self._begin_trial(trial)
-        depth = min(TRIAL_DEPTH, int(limits[decodes.index(trial)]))
-        is_over = trial.draft_tries >= TRIAL_DRAFTS or self._step >= self._trial_ends
-        if is_over or not depth:
+        if self._step >= self._trial_ends:
             self._trial = None
             return
-        self._plan[trial.request_id] = (depth + 1, depth + 1)
-
-    def _general_chances(self) -> Floats:
-        return np.array([rate.hope for rate in self._general])
-
-    def _acceptance(self, decodes: Sequence[RequestState]) -> Floats:
-        """``[B, K]``: that of everybody by depth, moved as far as each request differs from it."""
-        general = self._general_chances()
-        tries = np.array([s.draft_tries for s in decodes])
-        hits = np.array([s.draft_hits for s in decodes])
-        own = (hits + OWN_WEIGHT * general[0]) / (tries + OWN_WEIGHT)
-        if self._has_upkeep:
-            recent = self._step - GAP
-            is_late = [self._followed_at.get(s.request_id, recent) <= recent for s in decodes]
-            own *= np.where(is_late, self._late, 1.0)
-        chances: Floats = np.clip(general * (own / general[0])[:, None], 0.0, MOST_HOPE)
-        return chances
+        choice = choose_chain(self._acceptance.of(decodes, EAGERNESS), limits, costs)
+        if choice.rate * costs.plain < len(decodes) * (1.0 + MARGIN):
+            return
+        depth = int(choice.depths[decodes.index(trial)])
+        if len(decodes) > 1:
+            depth = min(depth, TRIAL_DEPTH)
+        if depth:
+            self._plan[trial.request_id] = (depth + 1, depth + 1)
 
     def _choose_tree(
         self, decodes: Sequence[RequestState], acceptance: Floats, chain: Choice, costs: StepCosts
@@ -313,10 +294,7 @@ class AutomaticDrafting(Drafting):
             self._tree_gains[self._tree] = gain
             return
         tried = min(num_accepted + 1, depth)
-        state.draft_hits = state.draft_hits * FORGET_OWN + num_accepted
-        state.draft_tries = state.draft_tries * FORGET_OWN + tried
-        for d in range(tried):
-            self._general[d].add(float(d < num_accepted), 1.0)
+        self._acceptance.learn(state, num_accepted, tried)
 
     def learn_time(self, num_rows: int, num_nodes: int, depth: int, seconds: float) -> None:
         """See ``Drafting``."""

@@ -1,6 +1,6 @@
-"""What serving has taught about drafts: how often they hold, what steps take, what may be risked.
+"""What serving has taught about drafts: what steps take, what may be risked.
 
-Owns: the three measures that a choice is made from. Does not know: requests, the choice.
+Owns: these two measures. Does not know: requests, the choice.
 
 Invariant: drafts are tried on credit. What a round takes beyond the time in which plain decode
 makes the same tokens is taken from it; it grows by a small share of all time, and by what good
@@ -11,7 +11,6 @@ Read next: ``automatic_drafting.py``, ``draft_choice.py``.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from hyradix.scheduler.draft_choice import StepCosts, costs_at
@@ -21,19 +20,8 @@ DEFAULT_COSTS = RoundCosts(
     rows=(1, 32), plain=(1.0, 3.0), node=(0.06, 0.06), draft=(0.12, 0.36), round=(0.05, 0.15)
 )
 """Where nothing was measured: in steps of one row."""
-PRIOR = 0.7
-"""Chance that a draft is accepted, as long as nothing is known."""
-PRIOR_WEIGHT, OWN_WEIGHT = 4.0, 4.0
-"""Drafts that the prior counts as, and that everybody's chance counts as beside a request's own."""
-FORGET, FORGET_OWN, FORGET_TIME = 0.985, 0.97, 0.93
-"""Weight that a measurement of acceptance, of a request's own, or of time keeps when the next one
-comes."""
-OPTIMISM, MOST_HOPE = 0.5, 0.98
-"""Standard errors by which chances are thought better than measured; the best that is thought."""
-FADE = 0.98
-"""Weight that everybody's chance keeps each time when drafts are found not to pay."""
-IDLE_OWN = 0.8
-"""Weight that a request's own keeps each time when it is found not to pay: nothing is for ever."""
+FORGET_TIME = 0.93
+"""Weight that a measurement of time keeps when the next one comes."""
 HOST = 1.05
 """What a step takes beside the model, on the host, until it was measured."""
 LEAST_SLOW = 0.1
@@ -44,11 +32,12 @@ that others begin with."""
 OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
-SHARE = 0.01
+MUCH_LESS = 0.75
+SHARE = 0.007
 """Of the time, what may be lost on drafts that do not pay, where they promise much."""
 MUCH = 0.5
 """Drafts promise much where they would gain this, if they nearly always held."""
-START_STEPS, MOST_STEPS = 4.0, 32.0
+START_STEPS, MOST_STEPS = 7.0, 32.0
 """Credit in plain steps: at first where drafts promise much, and at most."""
 
 
@@ -56,31 +45,19 @@ START_STEPS, MOST_STEPS = 4.0, 32.0
 class Rate:
     """A ratio that is measured: hits of tries, older ones counting less."""
 
-    tries: float = PRIOR_WEIGHT
-    hits: float = PRIOR_WEIGHT * PRIOR
-    forget: float = FORGET
+    tries: float
+    hits: float
+    forget: float = FORGET_TIME
 
     def add(self, hits: float, tries: float) -> None:
         """One more measurement."""
         self.hits = self.hits * self.forget + hits
         self.tries = self.tries * self.forget + tries
 
-    def fade(self) -> None:
-        """Time went by without a measurement."""
-        self.hits *= FADE
-        self.tries *= FADE
-
     @property
     def value(self) -> float:
         """The ratio now."""
         return self.hits / self.tries
-
-    @property
-    def hope(self) -> float:
-        """A chance, as high as it may well be: what little is known of is worth a try on credit."""
-        value = min(self.value, 1.0)
-        doubt = math.sqrt(value * (1.0 - value) / max(self.tries, 1.0))
-        return min(value + OPTIMISM * doubt, MOST_HOPE)
 
 
 @dataclass(slots=True)
@@ -172,7 +149,7 @@ class Credit:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._plain = 0.0
+        self._plain = self._marked = 0.0
 
     def begin(self, plain: float, promise: float) -> None:
         """What there is at first; plain: seconds of a step. Later calls do nothing."""
@@ -184,10 +161,14 @@ class Credit:
         self._plain = plain
         return self._seconds / plain
 
+    def mark(self) -> None:
+        """From now on ``is_less`` is about what there is now."""
+        self._marked = self._seconds
+
     @property
-    def is_used_up(self) -> bool:
-        """Whether there is none."""
-        return self._seconds <= 0.0
+    def is_less(self) -> bool:
+        """Whether something was lost since ``mark``."""
+        return self._seconds < MUCH_LESS * self._marked
 
     def earn(self, seconds: float) -> None:
         """So much time was served."""

@@ -112,9 +112,10 @@ class RequestState:
     """Rounds in which drafts of it were verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    draft_tries: float = 0.0
-    """Drafts of it that were judged; older rounds count less."""
     draft_hits: float = 0.0
+    """Drafts of it that were accepted; older rounds count less."""
+    draft_hopes: float = 0.0
+    """Of the same drafts, how many would have been with everybody's chances."""
     is_followed: bool = True
     """Whether the proposer keeps up with it: without it, it cannot draft for it."""
 
