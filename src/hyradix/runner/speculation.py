@@ -81,7 +81,7 @@ class Speculation:
             if self.keeper is not None:
                 self.keeper.enter(init.row)
             if self.window is not None:
-                self.window.clear(init.row)
+                self.window.enter(init.row)
             if self.proposer is not None:
                 i = at[init.row]
                 hidden = None
@@ -222,7 +222,7 @@ class Speculation:
             rows, starts = prepared.queries.rows, prepared.queries.positions
             self.proposer.pass_over(rows, prepared.queries.write_slots)
             if self.window is not None:
-                self.window.pass_over(rows, starts + np.int32(1), np.ones_like(rows), raw)
+                self.window.pass_over(rows, starts + np.int32(1), raw)
             return
         if num_followed < batch.num_rows:
             self._pass_over(batch, prepared, raw)
@@ -261,13 +261,14 @@ class Speculation:
 
     def _with_missed(self, step: ConsumedTokens) -> ConsumedTokens:
         """The same, as if rows had consumed only now what they were passed over at."""
-        if self.window is None or step.hidden is None:
-            return step
-        counts = self.window.count(step.rows, step.starts)
-        if not counts.any():
+        if self.window is None or not self.window.has_any(step.rows, step.starts):
             return step
         ops, lengths = self.model.ops, step.ends - step.starts
-        missed = self.model.normalize(self.window.take(step.rows, counts))
+        raw, counts = self.window.take(step.rows, step.starts)
+        if not len(raw):
+            return step
+        missed = self.model.normalize(raw)
+        assert step.hidden is not None
         hidden = ops.view(torch.cat([ops.tensor(missed), ops.tensor(step.hidden)]))
         parts = np.stack([counts, lengths], axis=1).reshape(-1)
         begins = np.stack([np.cumsum(counts), np.cumsum(lengths) + len(missed)], axis=1)
@@ -288,7 +289,7 @@ class Speculation:
             firsts = prepared.cu_tokens[places + 1] - np.cumsum(counts)
             tokens = np.arange(counts.sum()) + np.repeat(firsts, counts)
             missed = self.model.ops.select(raw, tokens.astype(np.int32))
-            self.window.pass_over(batch.rows[of], ends, counts, missed)
+            self.window.pass_over(batch.rows[of], ends, missed, counts)
         index = np.flatnonzero(~batch.is_followed)
         rows, starts = batch.rows[index], batch.starts[index]
         columns, counts = starts, batch.num_tokens[index]
@@ -342,6 +343,6 @@ def make_speculation(
         and spec is not None
         and spec.is_automatic
     ):
-        window = HiddenWindow(config.max_requests, model.config.hidden_size, model.ops)
+        window = HiddenWindow(config.max_requests, model.ops)
     has_hidden = np.ones(config.max_requests, np.bool_)
     return Speculation(config, model, pools, table, proposer, keeper, mode, has_hidden, window)

@@ -18,8 +18,8 @@ from hyradix.scheduler.draft_acceptance import (
     MOST_HOPE,
     OPTIMISM,
     Acceptance,
-    age_of,
     oldest_of,
+    steps_to_next_age,
 )
 from hyradix.scheduler.draft_beliefs import (
     MOST_STEPS,
@@ -48,7 +48,7 @@ MARGIN, TREE_MARGIN = 0.02, 0.05
 """A choice must be better than no drafts by this much, a tree than the best chain."""
 REUSE_STEPS, IDLE_STEPS = 6, 16
 """A choice stands for so many steps, with drafts and without, while the requests are the same, and
-of the same age; one that loses is made again at once."""
+of one age; one that loses is made again at once."""
 TRIAL_DEPTH, TRIAL_STEPS = 2, 64
 """A request on trial: how deep where it is not alone, and for how many steps."""
 CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
@@ -89,8 +89,9 @@ class AutomaticDrafting(Drafting):
         ]
         self._tree_gains: list[Rate | None] = [None] * len(self._trees)
         self._decodes: list[RequestState] = []
-        self._ages: list[int] = []
-        """Whom the plan is for, of what ages, and how many steps ago it was made."""
+        self._idle_steps = IDLE_STEPS
+        """Whom the plan is for, how many steps ago it was made; for how many one without drafts
+        stands."""
         self._age = 0
         self._plan: dict[str, tuple[int, int]] = {}
         self._tree: int | None = None
@@ -129,11 +130,9 @@ class AutomaticDrafting(Drafting):
         self._is_waited_for = is_waited_for
         self._step += 1
         self._age += 1
-        is_due = self._age >= (REUSE_STEPS if self._plan else IDLE_STEPS)
+        is_due = self._age >= (REUSE_STEPS if self._plan else self._idle_steps)
         is_due |= self._wants_plain or (bool(self._plan) and self._credit.is_less)
-        ages = [age_of(state) for state in decodes]
-        if (is_due or ages != self._ages or decodes != self._decodes) and decodes:
-            self._ages = ages
+        if (is_due or decodes != self._decodes) and decodes:
             self._choose(list(decodes))
         self._is_plain = not self._plan
         return bool(self._plan)
@@ -141,6 +140,7 @@ class AutomaticDrafting(Drafting):
     def _choose(self, decodes: list[RequestState]) -> None:
         self._decodes, self._age = decodes, 0
         self._credit.mark()
+        self._idle_steps = min(IDLE_STEPS, min(steps_to_next_age(state) for state in decodes))
         self._plan, self._expected, self._tree, self.topk = {}, {}, None, 1
         costs, self._wants_plain = self._costs.at(len(decodes)), False
         most = self._most_gain(len(decodes), costs)
@@ -154,10 +154,10 @@ class AutomaticDrafting(Drafting):
 
     def _choose_from(self, decodes: list[RequestState], costs: StepCosts) -> None:
         """Drafts for those for whom they pay, if there is credit."""
-        room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
-        limits = np.clip(np.array(room, np.int64), 0, self._shape.steps)
         if self._has_credit(costs):
-            limits = np.minimum(limits, self._depth_at_stake(len(decodes), costs))
+            most = min(self._shape.steps, self._depth_at_stake(len(decodes), costs))
+            room = [s.max_total_tokens - s.num_scheduled_tokens - 2 for s in decodes]
+            limits = np.array([max(min(most, depth), 0) for depth in room], np.int64)
             self._acceptance.think()
             acceptance = self._acceptance.of(decodes, OPTIMISM)
             choice = choose_chain(acceptance, limits, costs)

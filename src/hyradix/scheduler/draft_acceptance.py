@@ -22,8 +22,8 @@ from hyradix.scheduler.request_state import RequestState
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-AGES = (16, 32)
-"""Tokens of a reply at which it comes of the next age."""
+AGES, NEVER = (16, 32), 1 << 30
+"""Tokens of a reply at which it comes of the next age, and after the last."""
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0
 """Chance that a draft is accepted, as long as nothing is known; drafts that it counts as. Chances
 of an age and depth of which nothing is known are as those of the one before."""
@@ -49,37 +49,24 @@ class Acceptance:
     """Everybody's chances, ``[A, K]`` by age and depth; older measurements count less."""
 
     def __init__(self, num_depths: int) -> None:
-        self._hits = np.zeros((len(AGES) + 1, num_depths))
-        self._tries = np.zeros_like(self._hits)
-        self._values, self._doubts = self._hits, self._tries
+        self._hits = [[0.0] * num_depths for _ in range(len(AGES) + 1)]
+        self._tries = [[0.0] * num_depths for _ in range(len(AGES) + 1)]
         self._foretold = [0.0] * (len(OWN_WEIGHTS) - 1) + [AHEAD]
         self.think()
+
+    # ---- learn ----------------------------------------------------------------------------------
 
     def learn(self, state: RequestState, num_accepted: int, num_judged: int) -> None:
         """Of a chain for ``state`` so many drafts were judged, the first of them accepted."""
         age = age_of(state)
-        hits, tries = self._hits[age, :num_judged], self._tries[age, :num_judged]
-        chances = self._values[age, :num_judged].tolist()
+        chances = self._values[age][:num_judged]
         self._foretell(state, chances, num_accepted)
         state.draft_hits = state.draft_hits * FORGET_OWN + num_accepted
         state.draft_hopes = state.draft_hopes * FORGET_OWN + sum(chances)
-        hits *= FORGET
-        hits[:num_accepted] += 1.0
-        tries *= FORGET
-        tries += 1.0
-
-    def of(self, states: Sequence[RequestState], optimism: float) -> Floats:
-        """``[B, K]``: everybody's chances at that age, moved as far as each request differs."""
-        weight = OWN_WEIGHTS[self._foretold.index(max(self._foretold))]
-        own = np.array([_own_factor(state, weight) for state in states])
-        general = self.hopes(optimism)[[age_of(state) for state in states]]
-        chances: Floats = np.clip(general * own[:, None], 0.0, MOST_HOPE)
-        return chances
-
-    def give_up(self, state: RequestState) -> None:
-        """It was found not to pay; but nothing is for ever."""
-        state.draft_hits *= IDLE_OWN
-        state.draft_hopes *= IDLE_OWN
+        hits, tries = self._hits[age], self._tries[age]
+        for depth in range(num_judged):
+            hits[depth] = hits[depth] * FORGET + (depth < num_accepted)
+            tries[depth] = tries[depth] * FORGET + 1.0
 
     def _foretell(self, state: RequestState, chances: list[float], num_accepted: int) -> None:
         """Keep how likely each weight would have had what came."""
@@ -92,14 +79,15 @@ class Acceptance:
 
     def fade(self) -> None:
         """Time went by without a measurement."""
-        self._hits *= FADE
-        self._tries *= FADE
+        for counts in self._hits + self._tries:
+            counts[:] = [count * FADE for count in counts]
 
-    def hopes(self, optimism: float) -> Floats:
-        """``[A, K]`` chances, so many standard errors better than measured: what little is known
-        of is worth a try on credit."""
-        hopes: Floats = np.minimum(self._values + optimism * self._doubts, MOST_HOPE)
-        return hopes
+    def give_up(self, state: RequestState) -> None:
+        """It was found not to pay; but nothing is for ever."""
+        state.draft_hits *= IDLE_OWN
+        state.draft_hopes *= IDLE_OWN
+
+    # ---- believe --------------------------------------------------------------------------------
 
     def think(self) -> None:
         """Make use of all that was added.
@@ -107,28 +95,54 @@ class Acceptance:
         What is known of an age and depth is drawn to what the next younger age has at that depth,
         as far as the two differ at the depth before; the youngest age to that depth's.
         """
-        values = np.empty_like(self._hits)
-        num_ages, num_depths = values.shape
-        for age in range(num_ages):
-            for depth in range(num_depths):
-                if age and depth:
-                    prior = values[age - 1, depth]
-                    prior *= values[age, depth - 1] / values[age - 1, depth - 1]
-                elif depth:
-                    prior = values[age, depth - 1]
-                else:
-                    prior = values[age - 1, 0] if age else PRIOR
-                prior = min(max(float(prior), 0.01), MOST_HOPE)
-                hits = self._hits[age, depth] + PRIOR_WEIGHT * prior
-                values[age, depth] = hits / (self._tries[age, depth] + PRIOR_WEIGHT)
-        self._values = values
-        self._doubts = np.sqrt(values * (1.0 - values) / (self._tries + PRIOR_WEIGHT))
+        self._values: list[list[float]] = []
+        self._doubts: list[list[float]] = []
+        younger: list[float] | None = None
+        for hits, tries in zip(self._hits, self._tries, strict=True):
+            values: list[float] = []
+            for depth, (hit, tried) in enumerate(zip(hits, tries, strict=True)):
+                prior = values[depth - 1] if depth else PRIOR
+                if younger is not None:
+                    prior = younger[depth]
+                    if depth:
+                        prior *= values[depth - 1] / younger[depth - 1]
+                prior = min(max(prior, 1.0 - MOST_HOPE), MOST_HOPE)
+                values.append((hit + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT))
+            self._values.append(values)
+            self._doubts.append(
+                [
+                    math.sqrt(value * (1.0 - value) / (tried + PRIOR_WEIGHT))
+                    for value, tried in zip(values, tries, strict=True)
+                ]
+            )
+            younger = values
+
+    def hopes(self, optimism: float) -> Floats:
+        """``[A, K]`` chances, so many standard errors better than measured: what little is known
+        of is worth a try on credit."""
+        values, doubts = np.array(self._values), np.array(self._doubts)
+        hopes: Floats = np.minimum(values + optimism * doubts, MOST_HOPE)
+        return hopes
+
+    def of(self, states: Sequence[RequestState], optimism: float) -> Floats:
+        """``[B, K]``: everybody's chances at that age, moved as far as each request differs."""
+        weight = OWN_WEIGHTS[self._foretold.index(max(self._foretold))]
+        own = np.array([_own_factor(state, weight) for state in states])
+        general = self.hopes(optimism)[[age_of(state) for state in states]]
+        chances: Floats = np.minimum(general * own[:, None], MOST_HOPE)
+        return chances
 
 
 def age_of(state: RequestState) -> int:
     """Which of the ages the reply of ``state`` is of."""
     num_tokens = state.num_scheduled_tokens - state.num_prompt_tokens
     return sum(num_tokens >= age for age in AGES)
+
+
+def steps_to_next_age(state: RequestState) -> int:
+    """Tokens until the reply of ``state`` comes of its next age."""
+    num_tokens = state.num_scheduled_tokens - state.num_prompt_tokens
+    return min((age - num_tokens for age in AGES if age > num_tokens), default=NEVER)
 
 
 def oldest_of(state: RequestState) -> int:

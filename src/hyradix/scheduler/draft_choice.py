@@ -68,6 +68,8 @@ def choose_chain(acceptance: Floats, max_depths: Ints, costs: StepCosts) -> Choi
     its rate is the next L: that only rises, and stands still at the best.
     """
     num_rows, deepest = acceptance.shape
+    if num_rows == 1:
+        return _choose_one(acceptance[0].tolist(), int(max_depths[0]), costs)
     each = np.arange(deepest + 1)
     gains = np.zeros((num_rows, deepest + 1))
     np.cumsum(np.cumprod(acceptance, axis=1), axis=1, out=gains[:, 1:])
@@ -88,6 +90,18 @@ def choose_chain(acceptance: Floats, max_depths: Ints, costs: StepCosts) -> Choi
         least = (1.0 + float(accepted.min())) * costs.plain * rate / tokens
         best = Choice(depths.astype(np.int64), rate, least)
     return best
+
+
+def _choose_one(chances: list[float], max_depth: int, costs: StepCosts) -> Choice:
+    """The same for one row: every depth is tried."""
+    best_depth, best, tokens, chance = 0, 1.0 / costs.plain, 1.0, 1.0
+    for depth in range(1, max_depth + 1):
+        chance *= chances[depth - 1]
+        tokens += chance
+        rate = tokens / (costs.plain + costs.round + (costs.draft + costs.node) * depth)
+        if rate > best:
+            best_depth, best = depth, rate
+    return Choice(np.array([best_depth], np.int64), best, best * costs.plain)
 
 
 def tree_rate(gain: float, num_rows: int, num_nodes: int, depth: int, costs: StepCosts) -> float:
