@@ -24,9 +24,9 @@ Ints = npt.NDArray[np.int64]
 
 AGES, NEVER = (16, 32), 1 << 30
 """Tokens of a reply at which it comes of the next age, and after the last."""
-PRIOR, PRIOR_WEIGHT = 0.7, 4.0
-"""Chance that a draft is accepted, as long as nothing is known; drafts that it counts as. Chances
-of an age and depth of which nothing is known are as those of the one before."""
+PRIOR, PRIOR_WEIGHT, OLDER = 0.6, 4.0, 1.6
+"""Chance that a draft is accepted in a young reply, as long as nothing is known; drafts that it
+counts as; the factor of its odds with each age. So the first drafts are tried where most hold."""
 OWN_WEIGHTS = (4.0, 32.0)
 """Accepted drafts that everybody's chance counts as beside a request's own: whichever has foretold
 better what was accepted. Replies of one kind differ little (the demo model's like 8 to 76 drafts),
@@ -106,6 +106,8 @@ class Acceptance:
                     prior = younger[depth]
                     if depth:
                         prior *= values[depth - 1] / younger[depth - 1]
+                    else:
+                        prior *= OLDER / (1.0 + (OLDER - 1.0) * prior)
                 prior = min(max(prior, 1.0 - MOST_HOPE), MOST_HOPE)
                 values.append((hit + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT))
             self._values.append(values)
