@@ -15,6 +15,7 @@ import numpy as np
 
 from hyradix.scheduler.draft_acceptance import (
     EAGERNESS,
+    FORGET,
     MOST_HOPE,
     OPTIMISM,
     Acceptance,
@@ -44,8 +45,9 @@ TREES = (DraftShape(topk=2, steps=4, nodes=8), DraftShape(topk=4, steps=4, nodes
 MAX_TREE_ROWS = 8
 SECOND_CHANCE = 0.25
 """Of the first drafts that fail, those that a wider tree is thought to catch at first."""
-MARGIN, TREE_MARGIN = 0.02, 0.05
-"""A choice must be better than no drafts by this much, a tree than the best chain."""
+MARGIN, RESUME_MARGIN, TREE_MARGIN = 0.02, 0.05, 0.05
+"""A choice must be better than no drafts by this much, and by this where a draft layer has to catch
+up first; a tree than the best chain."""
 REUSE_STEPS, IDLE_STEPS = 6, 16
 """A choice stands for so many steps, with drafts and without, while the requests are the same, and
 of one age; one that loses is made again at once."""
@@ -68,8 +70,8 @@ class AutomaticDrafting(Drafting):
 
     A request's chance of acceptance is its own, drawn toward everybody's while it is young. Where
     no drafts are best, one request is tried now and then, as credit allows. Where a head has to
-    keep up with requests, only those are followed that have drafts; a new one is followed through
-    its prompt if drafts pay in general now, or if it goes on trial.
+    keep up with requests, only those are followed that have drafts, and catch up when they have
+    some again; a new one is followed through its prompt if drafts will pay at one of its ages.
     """
 
     def __init__(self, spec: SpecConfig, costs: RoundCosts | None) -> None:
@@ -162,7 +164,9 @@ class AutomaticDrafting(Drafting):
             acceptance = self._acceptance.of(decodes, OPTIMISM)
             choice = choose_chain(acceptance, limits, costs)
             plain = len(decodes) / costs.plain
-            if choice.rate < plain * (1.0 + MARGIN) or not self._pays_all(choice.least):
+            is_kept_up = not self._has_upkeep or all(state.is_followed for state in decodes)
+            margin = MARGIN if is_kept_up else RESUME_MARGIN
+            if choice.rate < plain * (1.0 + margin) or not self._pays_all(choice.least):
                 choice = Choice(np.zeros(len(decodes), np.int64), plain)
             self._choose_tree(decodes, acceptance, choice, costs)
             if self._tree is None:
@@ -289,7 +293,7 @@ class AutomaticDrafting(Drafting):
             return
         expected = self._expected.get(state.request_id)
         if expected is not None and self._tree is not None:
-            gain = self._tree_gains[self._tree] or Rate(tries=4.0, hits=4.0)
+            gain = self._tree_gains[self._tree] or Rate(4.0, 4.0, FORGET)
             gain.add(num_accepted, expected)
             self._tree_gains[self._tree] = gain
             return
