@@ -12,7 +12,8 @@ Columns of one row that has consumed n tokens (its root t_n at column n):
 Invariants:
 - The pair (h_{i-1}, t_i) has its KV in the slot of token i, so it depends on nothing that follows;
   what a draft wrote there is written again, by ``learn``, with the target's hidden state.
-- Only columns that the row owns are written: from ``write_from`` on, and scratch.
+- Only columns that the row owns are written: from ``write_from`` on (the tree may have taken them
+  since; for the same tokens the pair is the same), and scratch.
 - A slot whose token was passed over is void: the first followed row that sees it puts zeros there.
   They weigh little, and nothing is read that was never written.
 - A row that is followed again lacks h of the token before: that token has no pair either.

@@ -48,7 +48,8 @@ class DraftRound:
 class ConsumedTokens:
     """What one forward consumed, after the slot table was reordered to what was accepted.
 
-    rows, starts, ends: ``int32[B]``: positions starts..ends-1 were consumed, at least one.
+    rows, starts, ends: ``int32[B]``: positions starts..ends-1 were consumed, at least one; some of
+    them in steps before, where the row was passed over and is told only now.
     write_from: ``int32[B]``: slots of positions before it are shared, and hold their draft KV
     or were passed over; at most ends where there is a next slot.
     next_slots: ``int32[B]``: where t_ends is in the token table and has a slot: that slot (the
