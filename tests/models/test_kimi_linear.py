@@ -162,6 +162,18 @@ def test_one_row_per_token_and_no_values(random_model):
     assert pools.kv.k[:, 3].isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_no_shared_expert_is_written_as_one_without_width(tmp_path):
+    theirs = build_kimi("kimi_linear", num_shared_experts=0)
+    theirs.save_pretrained(tmp_path)
+    player = Player(load_model(tmp_path))
+    tokens = list(range(5, 30))
+    player.step({player.add(tokens): len(tokens)})
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    assert (player.logits_of(0) - expected).abs().max() <= 1e-4
+
+
 def test_weights_of_random_models(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(kimi_config("kimi_linear")))
     tensors = init_random(load_config(tmp_path))

@@ -60,9 +60,10 @@ def kimi_config(family: str) -> dict:
     return {"model_type": "kimi_linear", **_COMMON, **KIMI[family]}
 
 
-def build_kimi(family: str):
+def build_kimi(family: str, **changes):
     torch.manual_seed(0)
-    config = {key: value for key, value in kimi_config(family).items() if key != "model_type"}
+    config = {**kimi_config(family), **changes}
+    config.pop("model_type")
     model = KimiLinearForCausalLM(KimiLinearConfig(**config))
     generator = torch.Generator().manual_seed(1)
     biases = [(name, b) for name, b in model.named_buffers() if name.endswith("correction_bias")]

@@ -167,7 +167,7 @@ def _find(directory: Path, family: Family, head: HeadName | None) -> Found:
             flat = family.map_name(name)
         elif head is None or not flat.startswith(f"{head}."):
             continue
-        if flat is not None:
+        if flat is not None and 0 not in stored.shape:  # a module of no width: there is none
             found[flat] = stored
     return found
 
