@@ -97,7 +97,7 @@ def test_a_row_that_begins_anew_forgets():
     shape = DraftShape(topk=1, steps=1, nodes=2)
     assert ask(proposer, [4], shape).token_ids.tolist() == [2, 3]
     table[0] = [9, 1, 2, 8, 1, 2]
-    proposer.enter(0, None)
+    proposer.enter(0, 0, None)
     assert ask(proposer, [5], shape).token_ids.tolist() == [2, 8]
 
 

@@ -92,7 +92,7 @@ class World:
         self.token_ids[row, : len(prompt)] = prompt
         self.owned[row] = shared
         self.done[row] = state
-        self.proposer.enter(row, self.hidden[row, state - 1] if state else None)
+        self.proposer.enter(row, state, self.hidden[row, state - 1] if state else None)
 
     def own(self, row: int, end: int) -> None:
         """Slots of the row's own up to column ``end``; their memory stays NaN."""

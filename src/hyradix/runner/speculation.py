@@ -84,10 +84,10 @@ class Speculation:
                 self.window.enter(init.row)
             if self.proposer is not None:
                 i = at[init.row]
-                hidden = None
-                if self.pools.states.hidden is not None and batch.starts[i] > 0:
+                start, hidden = int(batch.starts[i]), None
+                if self.pools.states.hidden is not None and start > 0:
                     hidden = self.pools.states.hidden[0, int(batch.state_slots[i])]
-                self.proposer.enter(init.row, hidden)
+                self.proposer.enter(init.row, start, hidden)
 
     # ---- before the forward ---------------------------------------------------------------------
 
@@ -294,8 +294,8 @@ class Speculation:
         rows, starts = batch.rows[index], batch.starts[index]
         columns, counts = starts, batch.num_tokens[index]
         owners = rows
-        if counts.max(initial=0) > 1:
-            begins = np.maximum(starts, batch.write_from[index])
+        begins = np.maximum(starts, batch.write_from[index])
+        if counts.max(initial=0) > 1 or not np.array_equal(begins, starts):
             counts = np.maximum(starts + counts - begins, 0)
             offsets = np.cumsum(counts) - counts
             owners = np.repeat(rows, counts)

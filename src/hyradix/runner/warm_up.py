@@ -84,7 +84,7 @@ class Rehearsal:
             if self._parts.keeper is not None:
                 self._parts.keeper.enter(row)
             if self._parts.proposer is not None:
-                self._parts.proposer.enter(row, None)
+                self._parts.proposer.enter(row, 0, None)
 
     def _num_columns(self) -> int:
         spec = self._parts.config.spec

@@ -31,6 +31,9 @@ class FrozenKvMtpProposer(HeadProposer):
         """See ``proposer.Proposer``."""
         self._remember(step)
 
+    def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
+        """See ``proposer.Proposer``. The depth of what is held tells that it is old."""
+
     def warm_up(self) -> None:
         """See ``proposer.Proposer``."""
         none = np.zeros(1, np.int32)

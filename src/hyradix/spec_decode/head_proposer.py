@@ -21,8 +21,8 @@ from hyradix.spec_decode.chain import Chains
 from hyradix.spec_decode.drafts import Drafts
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
-FRESH, LOST = -2, -1
-"""Instead of the depth that a row was followed to: it has just begun; it was passed over."""
+NEVER = -1
+"""Instead of the depth that a row was followed to."""
 
 
 class HeadProposer(ABC):
@@ -47,18 +47,14 @@ class HeadProposer(ABC):
         ops = head.ops
         size = (len(token_ids), head.hidden_size)
         self._last = torch.zeros(size, device=ops.device, dtype=ops.dtype)
-        self._followed_to = np.full(len(token_ids), LOST, np.int32)
-        """Tokens consumed up to the one that ``_last`` is of; ``FRESH``, ``LOST``."""
+        self._followed_to = np.full(len(token_ids), NEVER, np.int32)
+        """Tokens consumed up to the one that ``_last`` is of; ``NEVER``."""
 
-    def enter(self, row: int, hidden: torch.Tensor | None) -> None:
+    def enter(self, row: int, start: int, hidden: torch.Tensor | None) -> None:
         """See ``proposer.Proposer``."""
-        self._followed_to[row] = FRESH
+        self._followed_to[row] = start
         if hidden is not None:
             self._last[row] = hidden
-
-    def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
-        """See ``proposer.Proposer``."""
-        self._followed_to[rows] = LOST
 
     def propose(self, batch: DraftRound) -> Drafts:
         """See ``proposer.Proposer``."""

@@ -49,14 +49,15 @@ class _Step:
 class HiddenWindow:
     """Of ``num_rows`` rows of a request table. Cost of a step: it is remembered, nothing else.
 
-    Holds at most ``num_rows * WINDOW`` hidden states.
+    Holds at most ``2 * num_rows * WINDOW`` hidden states: twice what can be asked for, so that what
+    rows have no use for any more is sorted out only where many short requests come and go.
     """
 
     def __init__(self, num_rows: int, ops: Ops) -> None:
         self._ops = ops
         self._steps: deque[_Step] = deque()
         self._number = self._num_held = 0
-        self._most_held = num_rows * WINDOW
+        self._most_held = 2 * num_rows * WINDOW
         self._entered = np.zeros(num_rows, np.int64)
         self._ends = np.full(num_rows, -1, np.int32)
         """Where each row was last passed over, if it was not followed since."""
@@ -77,8 +78,30 @@ class HiddenWindow:
         self._steps.append(_Step(self._number, rows, ends, counts, raw))
         self._number += 1
         self._num_held += len(raw)
-        while len(self._steps) > WINDOW or self._num_held > self._most_held:
+        while len(self._steps) > WINDOW:
             self._num_held -= len(self._steps.popleft().raw)
+        if self._num_held > self._most_held:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Keep the last ``WINDOW`` of each request that is being passed over, and nothing else."""
+        kept = (self._live_part(step) for step in self._steps)
+        self._steps = deque(step for step in kept if len(step.raw))
+        self._num_held = sum(len(step.raw) for step in self._steps)
+
+    def _live_part(self, step: _Step) -> _Step:
+        owners, positions = step.columns()
+        ends = self._ends[owners]
+        is_live = (positions < ends) & (positions >= ends - WINDOW)
+        is_live &= self._entered[owners] <= step.number
+        if is_live.all():
+            return step
+        counts = np.ones(len(step.rows), np.int32) if step.counts is None else step.counts
+        places = np.repeat(np.arange(len(step.rows)), counts)[is_live]
+        counts = np.bincount(places, minlength=len(step.rows)).astype(np.int32)
+        has_any = counts > 0
+        raw = self._ops.select(step.raw, np.flatnonzero(is_live).astype(np.int32))
+        return _Step(step.number, step.rows[has_any], step.ends[has_any], counts[has_any], raw)
 
     def has_any(self, rows: Int32Array, starts: Int32Array) -> bool:
         """Whether something was missed by any of these."""
@@ -87,7 +110,7 @@ class HiddenWindow:
     def take(self, rows: Int32Array, starts: Int32Array) -> tuple[Array, Int32Array]:
         """What each row missed right before ``starts``: ``[sum counts, hidden]``, and the counts.
 
-        They are no longer held.
+        Effects: it is not given out again.
         """
         owners, positions, numbers = self._columns()
         counts = np.zeros(len(rows), np.int32)

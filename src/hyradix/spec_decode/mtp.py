@@ -16,7 +16,8 @@ Invariants:
   since; for the same tokens the pair is the same), and scratch.
 - A slot whose token was passed over is void: the first followed row that sees it puts zeros there.
   They weigh little, and nothing is read that was never written.
-- A row that is followed again lacks h of the token before: that token has no pair either.
+- A row that is followed again at another depth than it was left at lacks h of the token before:
+  that token has no pair either.
 - The output for the newest pair is the first step of the next round. A row without it (its newest
   token had no slot, or has got another one since) gets no drafts in that round.
 Read next: ``models/draft_heads.py``.
@@ -34,7 +35,7 @@ from hyradix.models.draft_heads import DraftHead
 from hyradix.request import BoolArray, Int32Array, Int64Array
 from hyradix.spec_config import ProposerName
 from hyradix.spec_decode.beam import Frontier
-from hyradix.spec_decode.head_proposer import FRESH, HeadProposer
+from hyradix.spec_decode.head_proposer import HeadProposer
 from hyradix.spec_decode.proposer import ConsumedTokens, DraftRound
 
 FIRST = 1
@@ -56,11 +57,13 @@ class MtpProposer(HeadProposer):
         """Column whose pair ``_outputs`` is for; -1: none."""
         self._newest_slot = np.zeros(len(token_ids), np.int32)
         self._is_void = np.ones(k.shape[0], np.bool_)
+        self._is_whole = np.zeros(len(token_ids), np.bool_)
+        """Rows in which no void slot stands before the newest pair."""
 
-    def enter(self, row: int, hidden: torch.Tensor | None) -> None:
+    def enter(self, row: int, start: int, hidden: torch.Tensor | None) -> None:
         """See ``proposer.Proposer``."""
-        super().enter(row, hidden)
-        self._newest[row] = -1
+        super().enter(row, start, hidden)
+        self._newest[row], self._is_whole[row] = -1, False
 
     def learn(self, step: ConsumedTokens) -> None:
         """See ``proposer.Proposer``. Cost: the layer over every pair that is new."""
@@ -83,7 +86,7 @@ class MtpProposer(HeadProposer):
 
     def pass_over(self, rows: Int32Array, slots: Int32Array) -> None:
         """See ``proposer.Proposer``."""
-        super().pass_over(rows, slots)
+        self._is_whole[rows] = False
         self._is_void[slots] = True
 
     def warm_up(self) -> None:
@@ -100,18 +103,21 @@ class MtpProposer(HeadProposer):
 
     def _take_up(self, step: ConsumedTokens, begins: Int32Array) -> Int32Array:
         """Where the pairs of each row begin; zeros for what new followers see and nobody made."""
-        followed_to = self._followed_to[step.rows]
-        for i in np.flatnonzero(followed_to != step.starts).tolist():
+        for i in np.flatnonzero(~self._is_whole[step.rows]).tolist():
             row, start = int(step.rows[i]), int(step.starts[i])
-            if followed_to[i] != FRESH and start >= begins[i]:
+            if self._followed_to[row] != start and start >= begins[i]:
                 begins[i] = start + 1
                 self._is_void[self._kv_slots[row, start]] = True
+            newest = self._newest[row]  # its token was passed over, its pair is older
+            if newest >= 0 and self._kv_slots[row, newest] == self._newest_slot[row]:
+                self._is_void[self._newest_slot[row]] = False
             seen = self._kv_slots[row, FIRST : begins[i]]
             void = seen[self._is_void[seen]]
             if len(void):
                 self._is_void[void] = False
                 for pool in (self._k, self._v):
                     self._ops.tensor(pool).index_fill_(0, self._index(void), 0.0)
+        self._is_whole[step.rows] = True
         return begins
 
     def _has_newest(self, rows: Int32Array, columns: Int32Array) -> BoolArray:

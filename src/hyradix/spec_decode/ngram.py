@@ -130,7 +130,7 @@ class NgramProposer:
         self._token_ids = token_ids
         self._indexes: dict[int, PairIndex] = {}
 
-    def enter(self, row: int, hidden: torch.Tensor | None) -> None:
+    def enter(self, row: int, start: int, hidden: torch.Tensor | None) -> None:
         """Forget the row's tokens."""
         self._indexes.pop(row, None)
 

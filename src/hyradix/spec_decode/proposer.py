@@ -92,8 +92,8 @@ class Proposer(Protocol):
     def num_draft_layers(self) -> int:
         """Attention layers of its own in the KV pool, behind the target's."""
 
-    def enter(self, row: int, hidden: torch.Tensor | None) -> None:
-        """A request begins in ``row``; what was known of the row is void.
+    def enter(self, row: int, start: int, hidden: torch.Tensor | None) -> None:
+        """A request begins in ``row`` at depth ``start``; what was known of the row is void.
 
         hidden: ``[hidden]``, h of the last token of the state that it resumes from; None at
         depth 0, or where h is not used. Copied.
