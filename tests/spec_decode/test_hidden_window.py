@@ -133,7 +133,10 @@ def test_the_window_against_a_list_for_each_row(seed: int) -> None:
 
 # ---- catching up --------------------------------------------------------------------------------
 
-TEXT = "Once upon a time there was a small fox who lived at the edge of a large forest. One day"
+TEXT = (
+    "Once upon a time there was a small fox who lived at the edge of a large forest. One day it met"
+    " an old owl, who told it a story about the river and the sea."
+)
 CHAIN = {"spec": "mtp", "spec_steps": 4}
 TREE = {"spec": "mtp", "spec_topk": 2, "spec_steps": 3, "spec_nodes": 8}
 PATTERNS: dict[str, Pattern] = {
@@ -157,12 +160,14 @@ def run(
 ) -> tuple[dict[int, list[int]], Seen]:
     """Four requests in three rows; the last one resumes from the first one's prompt."""
     ids = np.asarray(engines.tokenizer.encode(TEXT)).tolist()
-    first = ids[:15]
+    first = ids[:36]
     prompts = [first, ids[2:11], ids[4:7], first + ids[3:8]]
     requests = [request_of(i + 1, prompt, 13) for i, prompt in enumerate(prompts)]
     engine = engines.make(num_threads=1, max_requests=3, kv_slots=256, **options)
     Following(engine, pattern, rounds)
-    return serve(engine, requests, every=2), engines.last.seen
+    replies = serve(engine, requests, every=2)
+    assert (engine.scheduler.counters.cached_tokens > 0) == options.get("prefix_cache", True)
+    return replies, engines.last.seen
 
 
 @pytest.mark.parametrize(
@@ -197,7 +202,7 @@ def test_outputs_are_those_of_plain_decode_whoever_is_followed(
     """Greedy and seeded, with preemption, one that is aborted, and rows that are used again."""
     ids = np.asarray(engines.tokenizer.encode(TEXT)).tolist()
     requests = [
-        request_of(i + 1, ids[: 5 + 3 * i], 14, temperature=0.9 * (i % 2)) for i in range(5)
+        request_of(i + 1, ids[: 5 + 3 * i], 12, temperature=0.9 * (i % 2)) for i in range(5)
     ]
     plain = serve(engines.make(num_threads=1, max_requests=1, prefix_cache=False), requests)
     engine = engines.make(
@@ -205,5 +210,5 @@ def test_outputs_are_those_of_plain_decode_whoever_is_followed(
     )
     Following(engine, PATTERNS["now and then"], None)
     found = serve(engine, requests, every=2, aborts={2: 9})
-    assert len(found[2]) < 14
+    assert len(found[2]) < 12
     assert found == {**plain, 2: plain[2][: len(found[2])]}
