@@ -158,10 +158,11 @@ def run(
     rounds: set[tuple[int, int]] | None,
     **options: object,
 ) -> tuple[dict[int, list[int]], Seen]:
-    """Four requests in three rows; the last one resumes from the first one's prompt."""
+    """Four requests in three rows; the last one resumes at the last token of the first one's
+    prompt, and all of it that the tree holds."""
     ids = np.asarray(engines.tokenizer.encode(TEXT)).tolist()
     first = ids[:36]
-    prompts = [first, ids[2:11], ids[4:7], first + ids[3:8]]
+    prompts = [first, ids[2:11], ids[4:7], first[:-1] + ids[3:8]]
     requests = [request_of(i + 1, prompt, 13) for i, prompt in enumerate(prompts)]
     engine = engines.make(num_threads=1, max_requests=3, kv_slots=256, **options)
     Following(engine, pattern, rounds)
