@@ -175,12 +175,11 @@ def run(
     ("name", "mode", "shape", "chunk", "others"),
     [
         ("gaps", "snapshot", CHAIN, 0, {}),
-        ("gaps", "log", TREE, 7, {}),
+        ("gaps", "log", TREE, 7, {"track_interval": 4}),
         ("gaps", "replay", CHAIN, 3, {"overlap": True}),
         ("prompts passed over", "snapshot", TREE, 7, {}),
         ("prompts passed over", "log", CHAIN, 3, {"prefix_cache": False}),
         ("now and then", "snapshot", CHAIN, 7, {}),
-        ("now and then", "log", CHAIN, 0, {"track_interval": 4}),
     ],
 )
 def test_a_row_that_is_followed_again_is_as_if_it_had_always_been(
