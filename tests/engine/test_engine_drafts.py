@@ -7,6 +7,7 @@ import pytest
 
 from hyradix.engine.engine import Engine
 from hyradix.request import Request, SamplingParams
+from hyradix.runner import warm_up
 from hyradix.runner.runner import ModelRunner
 from tests.support.demo import DemoEngines
 
@@ -45,3 +46,12 @@ def test_a_reply_without_drafts_can_be_drafted_from(mode: str) -> None:
     _, cached = serve(engine, prompt + reply + prompt)
     assert cached >= len(prompt) + len(reply) - 1
     assert engine.stats().num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+def test_trees_that_seem_to_take_no_time(monkeypatch: pytest.MonkeyPatch, proposer: str) -> None:
+    """On a busy machine larger trees may be timed as fast as small ones, or faster."""
+    monkeypatch.setattr(warm_up, "_seconds", lambda work, device: 1e-3)
+    engine = DemoEngines().make(spec=proposer, max_requests=2, kv_slots=512, num_threads=1)
+    prompt = engine._tokenizer.encode("one two three one two three one two").tolist()
+    assert len(serve(engine, prompt)[0]) == 24

@@ -31,6 +31,9 @@ CONTEXT = 64
 CHAIN = 8
 """Nodes of the larger trees that are timed, where the shape has so many."""
 REPEATS = 5
+LEAST_TREE = 0.001
+"""Of a plain step, what the larger trees take more than the small ones at least: two times that
+differ by less than their noise must not make nodes free (the choice divides by what they take)."""
 
 
 class Rehearsal:
@@ -199,7 +202,7 @@ def measure_costs(speculation: Speculation) -> RoundCosts:
             short, long = (seconds(partial(r.verify, count, run)) for count in (2, nodes))
             learn = seconds(r.learn)
             one, three = (seconds(partial(r.propose, steps)) for steps in (1, 3))
-        node = max(long - short, 0.0) / (size * max(nodes - 2, 1))
+        node = max(long - short, LEAST_TREE * plain) / (size * max(nodes - 2, 1))
         draft = max(three - one, 0.0) / 2
         beside = short + learn + one - plain - node * size - draft
         found.append((size, plain, node, draft, max(beside, 0.0)))
