@@ -93,16 +93,20 @@ def draft_shape(topk: int | None, steps: int | None, nodes: int | None) -> Draft
     """
     if topk is None and steps is None and nodes is None:
         return None
-    if steps is None:
-        raise ConfigError("drafts need --spec-steps, how deep they are", param="spec_steps")
     topk = 1 if topk is None else topk
-    for name, value in (("topk", topk), ("steps", steps)):
+    for name, value in (("topk", topk), ("steps", 1 if steps is None else steps)):
         if value < 1:
             raise refused(f"spec_{name}", value, "drafts need at least 1", 1)
     if topk >= MAX_NODES:
         reason = f"a round verifies at most {MAX_NODES} nodes"
         raise refused("spec_topk", topk, reason, MAX_NODES - 1)
-    full = sum(topk**depth for depth in range(min(steps, 64) + 1)) if topk > 1 else steps + 1
+    if steps is None:
+        raise ConfigError(
+            "drafts need --spec-steps, how deep they are; the nearest valid choice is "
+            f"--spec-steps {_least_steps(topk, nodes or 0)}",
+            param="spec_steps",
+        )
+    full = _most_nodes(topk, steps)
     deepest = steps + 1
     if deepest > MAX_NODES:
         reason = f"a round verifies at most {MAX_NODES} nodes"
@@ -119,6 +123,17 @@ def draft_shape(topk: int | None, steps: int | None, nodes: int | None) -> Draft
             reason = f"a round verifies at most {MAX_NODES} nodes"
         raise refused("spec_nodes", nodes, reason, min(full, MAX_NODES))
     return DraftShape(topk=topk, steps=steps, nodes=nodes)
+
+
+def _most_nodes(topk: int, steps: int) -> int:
+    """Of a tree in which every node has ``topk`` children, ``MAX_NODES`` levels at most."""
+    return sum(topk**depth for depth in range(min(steps, MAX_NODES) + 1))
+
+
+def _least_steps(topk: int, nodes: int) -> int:
+    """How deep a tree of so many nodes is at least."""
+    nodes = min(nodes, MAX_NODES)
+    return next(steps for steps in range(1, MAX_NODES) if _most_nodes(topk, steps) >= nodes)
 
 
 def log_rows(decode_log: int | None, shape: DraftShape, *, rounds: int = 1) -> int:

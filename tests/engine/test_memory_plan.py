@@ -259,21 +259,44 @@ def test_defaults_of_drafts():
         ((2, 2, 8, 16), "spec_nodes", "--spec-nodes 7"),
         ((2, 6, 8, 6), "decode_log", "--decode-log 7"),
         ((2, 6, 8, 0), "decode_log", "--decode-log 7"),
-        ((2, None, 8, 16), "spec_steps", "--spec-steps"),
+        ((2, None, 8, 16), "spec_steps", "--spec-steps 3"),
+        ((None, None, 8, 16), "spec_steps", "--spec-steps 7"),
+        ((4, None, 64, 16), "spec_steps", "--spec-steps 3"),
+        ((3, None, None, 16), "spec_steps", "--spec-steps 1"),
+        ((0, None, 4, 16), "spec_topk", "--spec-topk 1"),
     ],
 )
 def test_impossible_drafts(given, param, nearest):
     with pytest.raises(ConfigError) as caught:
         draft_options(*given)
     assert caught.value.param == param
-    if given[1] is not None:
-        assert caught.value.message.endswith(f"the nearest valid choice is {nearest}")
-        fixed = list(given)
-        fixed[("spec_topk", "spec_steps", "spec_nodes", "decode_log").index(param)] = int(
-            nearest.split()[1]
-        )
-        if param != "spec_steps":
-            draft_options(*fixed)
+    assert caught.value.message.endswith(f"the nearest valid choice is {nearest}")
+
+
+@pytest.mark.parametrize("topk", [None, 0, 1, 2, 63, 70])
+@pytest.mark.parametrize("steps", [None, 0, 1, 4, 63, 100])
+@pytest.mark.parametrize("nodes", [None, 0, 1, 9, 64, 99])
+@pytest.mark.parametrize("log", [None, 0, 3])
+def test_what_is_refused_leads_to_what_is_not(topk, steps, nodes, log):
+    """Whoever does what each refusal says has, after one for each option, drafts that can be."""
+    given = {"spec_topk": topk, "spec_steps": steps, "spec_nodes": nodes, "decode_log": log}
+    for _ in given:
+        refusal = refusal_of(*given.values())
+        if refusal is None:
+            return
+        choice = re.search(r"the nearest valid choice is --([a-z-]+) (\d+)$", refusal.message)
+        assert choice is not None, refusal.message
+        assert choice[1].replace("-", "_") == refusal.param
+        given[refusal.param] = int(choice[2])
+    assert refusal_of(*given.values()) is None
+
+
+def refusal_of(*given):
+    try:
+        draft_options(*given)
+    except ConfigError as error:
+        return error
+    return None
 
 
 @pytest.mark.parametrize(
