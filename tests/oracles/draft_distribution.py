@@ -10,6 +10,7 @@ such equality: it would also pass other exact methods, and it fails a biased acc
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -18,13 +19,16 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from hyradix.engine.engine import Engine
 from hyradix.request import Int32Array, Int64Array, Request, SamplingParams
-from hyradix.sampling.sampler import Sampler, SampleResult
+from hyradix.runner import runner
+from hyradix.sampling.sampler import SampleResult
+from hyradix.spec_decode.acceptance import Accepted, Candidates, TokenSampler, follow
 from hyradix.text.chat_template import ChatTemplate
 from tests.support.demo import DemoEngines
 
@@ -43,17 +47,48 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
-class BiasedSampler(Sampler):
-    """A planted fault: now and then the likeliest token is taken instead of a drawn one."""
+@dataclass
+class BiasedAcceptance:
+    """A planted fault: now and then a draft is followed that is not what the target has drawn.
 
-    share = 0.06
+    In place of ``acceptance.follow``, and otherwise the same; the target's own draws are fair.
+    """
+
+    share: float
+
+    def __call__(
+        self, sampler: TokenSampler, logits: torch.Tensor, candidates: Candidates
+    ) -> Accepted:
+        """As ``follow``."""
+        return follow(_Credulous(sampler, candidates, self.share), logits, candidates)
+
+
+class _Credulous:
+    """Of one step: stands at a node of each tree, and may say the first child's token there."""
+
+    def __init__(self, sampler: TokenSampler, candidates: Candidates, share: float) -> None:
+        self._sampler, self._share = sampler, share
+        self._trees = {}
+        parts = itertools.pairwise(candidates.cu_nodes.tolist())
+        for row, (first, end) in zip(candidates.rows.tolist(), parts, strict=True):
+            parents, tokens = candidates.parents[first:end], candidates.token_ids[first:end]
+            self._trees[row] = (parents.tolist(), tokens.tolist())
+        self._at = dict.fromkeys(self._trees, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
 
     def sample(self, logits: torch.Tensor, rows: Int32Array, positions: Int64Array) -> SampleResult:
-        """As if a likely draft were accepted too often."""
-        fair = super().sample(logits, rows, positions)
-        noise = (positions * 2654435761 + self._seeds[rows] * 40503) % 1000 / 1000
-        best = logits.argmax(dim=-1).numpy().astype(np.int32)
-        tokens = np.where(noise < self.share, best, fair.token_ids)
+        """A fair draw, or a draft."""
+        fair = self._sampler.sample(logits, rows, positions)
+        tokens = fair.token_ids.copy()
+        for j, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            parents, drafts = self._trees[row]
+            children = {drafts[i]: i for i in range(len(parents)) if parents[i] == self._at[row]}
+            noise = np.random.default_rng((int(self._seeds[row]), position)).random()
+            if children and int(tokens[j]) not in children and noise < self._share:
+                tokens[j] = next(iter(children))
+            self._at[row] = children.get(int(tokens[j]), 0)
         return SampleResult(tokens, fair.is_faulty, fair.logprobs)
 
 
@@ -71,8 +106,12 @@ class Job:
 def draw(engines: DemoEngines, job: Job) -> list[Counter[int]]:
     """Counts of the tokens at each of ``PLACES``."""
     engine = engines.make(max_requests=32, num_threads=1, spec_state="auto", **WAYS[job.way])
-    if job.is_biased:
-        _plant(engine, job.share)
+    biased = BiasedAcceptance(job.share) if job.is_biased else follow
+    with patch.object(runner, "follow", biased):
+        return _draw(engine, engines, job)
+
+
+def _draw(engine: Engine, engines: DemoEngines, job: Job) -> list[Counter[int]]:
     template = ChatTemplate.from_dir(engines.directory, engines.tokenizer)
     prompt = template.render([{"role": "user", "content": QUESTION}]).token_ids
     counts: list[Counter[int]] = [Counter() for _ in PLACES]
@@ -93,12 +132,6 @@ def draw(engines: DemoEngines, job: Job) -> list[Counter[int]]:
                 for count, place in zip(counts, PLACES, strict=True):
                     count[tokens[place] if place < len(tokens) else -1] += 1
     return counts
-
-
-def _plant(engine: Engine, share: float) -> None:
-    runner: Any = engine.runner
-    runner._sampler.__class__ = BiasedSampler
-    runner._sampler.share = share
 
 
 def _request(prompt: Any, seed: int) -> Request:
