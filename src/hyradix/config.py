@@ -253,7 +253,7 @@ def resolve(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Engin
         device=device.kind,
         num_threads=settings.num_threads or device.num_threads,
         vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=tuple(i for i in model.eos_token_ids if i < model.vocab_size),
         max_requests=max_requests,
         max_context=max_context,
         num_kv_slots=num_kv_slots,

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hyradix.config import Settings
+from hyradix.config import DeviceFacts, Settings, resolve
 from hyradix.engine.build import build_engine
+from hyradix.engine.demo import demo_directory
 from hyradix.engine.llm import LLM
 from hyradix.errors import ConfigError
+from hyradix.models.loader import model_facts
 from hyradix.request import SamplingParams
 
 
@@ -32,6 +35,21 @@ def test_memory_that_cannot_be_had_is_refused(options: dict[str, object]) -> Non
     settings = Settings.from_options(**{"kv_slots": 64, "states": 32, **options})
     with pytest.raises(ConfigError, match="cannot be allocated; lower --kv-slots"):
         build_engine(settings, lambda *_: None)
+
+
+@pytest.mark.parametrize("options", [{}, {"spec": "ngram", "spec_steps": 3, "spec_state": "log"}])
+def test_a_log_that_cannot_be_had_is_not_blamed_on_the_pools(options: dict[str, object]) -> None:
+    small = {"kv_slots": 64, "states": 32, "decode_log": 10**9}
+    settings = Settings.from_options(**small, **options)
+    with pytest.raises(ConfigError, match=r"for drafts and logs.*lower --max-requests, --decode-l"):
+        build_engine(settings, lambda *_: None)
+
+
+def test_an_end_that_the_vocabulary_lacks_ends_nothing() -> None:
+    """A config made smaller by hand: ``min_tokens`` looked for it among the logits."""
+    facts = replace(model_facts(demo_directory()), eos_token_ids=(9, 8192))
+    config = resolve(Settings(), facts, DeviceFacts(kind="cpu", free_bytes=1 << 33))
+    assert config.eos_token_ids == (9,)
 
 
 SHORT: dict[str, object] = {"max_requests": 2, "kv_slots": 64, "states": 4, "num_threads": 1}

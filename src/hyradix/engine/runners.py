@@ -98,12 +98,18 @@ def _allocated(config: EngineConfig, make: Callable[[], Any]) -> Any:
     except (MemoryError, RuntimeError) as error:
         if "alloc" not in str(error):  # torch has no class of its own for it on the CPU
             raise
-        needed = config.kv_pool_bytes + config.state_pool_bytes + config.draft_bytes
+        pools = config.kv_pool_bytes + config.state_pool_bytes
+        param, lower = "kv_slots", "--kv-slots, --states or --max-requests"
+        buffers = ""
+        if config.draft_bytes:
+            buffers = f" ({config.draft_bytes / MIB:.0f} MiB of it for drafts and logs)"
+        if config.draft_bytes > pools:
+            param, lower = "max_requests", "--max-requests, --decode-log or --spec-nodes"
         raise ConfigError(
             f"{config.num_kv_slots} KV slots, {config.num_states} states and {config.max_requests} "
-            f"requests need {needed / MIB:.0f} MiB, which cannot be allocated; lower --kv-slots, "
-            "--states or --max-requests",
-            param="kv_slots",
+            f"requests need {(pools + config.draft_bytes) / MIB:.0f} MiB{buffers}, which cannot be "
+            f"allocated; lower {lower}",
+            param=param,
         ) from error
 
 
