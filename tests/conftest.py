@@ -8,10 +8,36 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from hyradix.config import EngineConfig
 from hyradix.runner.threads import prepare_environment
 from tests.support.real_server import RealServer
 
 prepare_environment()  # before torch: tests share the machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--drafts "tree log"``: the fake runner's suite as if every engine drafted."""
+    parser.addoption("--drafts", help="a way of drive.DRAFTS, where a test asks for none itself")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests import it."""
+    if way := config.getoption("--drafts"):
+        from tests.support import drive, harness
+
+        plain = harness.make_config
+
+        def make_config(**options: object) -> EngineConfig:
+            is_told = "spec" in options or "decode_log" in options
+            return plain(**options if is_told else {**drive.DRAFTS[way], **options})
+
+        harness.make_config = drive.make_config = make_config
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What counts the steps of plain decode is left out with drafts."""
+    if config.getoption("--drafts"):
+        items[:] = [item for item in items if not item.get_closest_marker("plain_steps")]
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from tests.support.drive import CHUNKS, Driver, computed, text
 from tests.support.harness import make_config
 
 
+@pytest.mark.plain_steps
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("interval", [1, 8])
 def test_tracks_are_saved_exactly_at_the_multiples(interval: int, overlap: bool) -> None:
@@ -51,6 +52,7 @@ def test_c8_decode_until_the_pool_is_full(chunk: int, donate: str, overlap: bool
         assert h.cache.counters.evicted_kv > 0
 
 
+@pytest.mark.plain_steps
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -64,6 +66,7 @@ def test_c8_preempted_every_few_steps(chunk: int, every: int, overlap: bool) -> 
         assert repeated(h) == 0, "every donation survived"
 
 
+@pytest.mark.plain_steps
 @pytest.mark.parametrize(
     ("overlap", "chunk"),
     [(False, 0), (True, 0), (False, 128), (True, 128), (False, 16), (True, 16)],
@@ -105,7 +108,7 @@ def test_a_preempted_request_keeps_its_place(chunk: int, overlap: bool) -> None:
             max_requests=2, force_preempt_every=4, max_prefill_tokens=chunk, overlap=overlap
         )
     )
-    one, two, three = (h.add(text(i, 20), 25) for i in range(3))
+    one, two, three = (h.add(text(i, 20), 40) for i in range(3))
     h.run(until=lambda: three.state.num_admissions > 0)
     assert h.scheduler.counters.preemptions > 2
     assert one.reason or two.reason, "who came later waits for a row"
