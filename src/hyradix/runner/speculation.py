@@ -213,11 +213,12 @@ class Speculation:
     ) -> None:
         """Tell the proposer what the rows that it follows have consumed, and what comes next.
 
-        raw: what the model's ``forward`` returned; hidden: the same, normalised, or None.
+        raw: what the model's ``forward`` returned; hidden: the same, normalised; None where nobody
+        is followed.
         """
         if self.proposer is None or not self.proposer.keeps_up:
             return
-        num_followed = _num_followed(batch)
+        num_followed = 0 if hidden is None else _num_followed(batch)
         if num_followed == 0 and len(prepared.token_ids) == batch.num_rows:
             rows, starts = prepared.queries.rows, prepared.queries.positions
             self.proposer.pass_over(rows, prepared.queries.write_slots)

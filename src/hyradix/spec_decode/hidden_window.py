@@ -28,7 +28,7 @@ WINDOW = 64
 """Steps, and of a step with more than one token of a row, tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in every step
 class _Step:
     number: int
     rows: Int32Array
