@@ -54,6 +54,9 @@ class Speculation:
     mode: SpecStateMode | None
     has_hidden: BoolArray
     """``bool[max_requests]``: whether the row's working slot holds a hidden state, not zeros."""
+    own_from: Int32Array
+    """``int32[max_requests]``: the first position of each row whose KV slot was not shared when it
+    was admitted; kept where there is a window."""
     window: HiddenWindow | None
     """What rows that were passed over are told when they are followed again; None: nothing."""
 
@@ -82,6 +85,7 @@ class Speculation:
                 self.keeper.enter(init.row)
             if self.window is not None:
                 self.window.enter(init.row)
+                self.own_from[init.row] = batch.write_from[at[init.row]]
             if self.proposer is not None:
                 i = at[init.row]
                 start, hidden = int(batch.starts[i]), None
@@ -277,7 +281,8 @@ class Speculation:
         offsets = np.cumsum(parts) - parts
         index = np.arange(len(hidden)) + np.repeat(begins - offsets, parts)
         hidden = ops.select(hidden, index.astype(np.int32))
-        return replace(step, starts=step.starts - counts, hidden=hidden)
+        own_from = self.own_from[step.rows]
+        return replace(step, starts=step.starts - counts, write_from=own_from, hidden=hidden)
 
     def _pass_over(self, batch: ScheduledBatch, prepared: PreparedBatch, raw: Array) -> None:
         """Tell the proposer which slots the rows that are not followed have written."""
@@ -346,4 +351,7 @@ def make_speculation(
     ):
         window = HiddenWindow(config.max_requests, model.ops)
     has_hidden = np.ones(config.max_requests, np.bool_)
-    return Speculation(config, model, pools, table, proposer, keeper, mode, has_hidden, window)
+    own_from = np.zeros(config.max_requests, np.int32)
+    return Speculation(
+        config, model, pools, table, proposer, keeper, mode, has_hidden, own_from, window
+    )

@@ -170,7 +170,8 @@ class RowPlanner:
         interval, furthest = self._config.track_interval, start + max(count, max_accepted)
         if is_prefill or (interval and furthest // interval > start // interval):
             self._plan_saves(batch, holding, planned)
-        batch.add_row(planned, write_from=holding.num_kv_tokens, state_slot=holding.working_slot)
+        write_from = max(start, holding.num_kv_tokens)
+        batch.add_row(planned, write_from=write_from, state_slot=holding.working_slot)
         has_drafts = max_nodes > 1 and not is_prefill
         state.enter_step(end, samples=planned.samples, has_drafts=has_drafts)
 
