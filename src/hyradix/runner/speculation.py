@@ -5,7 +5,7 @@ which decode rows are verified as trees. Does not know: how drafts are found, ho
 
 Invariants:
 - A step in which no row is followed or verified does what it would without a proposer, but for
-  noting which slots were passed over.
+  noting which slots were passed over and, where drafts are automatic, what of hidden states.
 - A verify leaves the pools' states as they were; they move in ``keep`` (snapshot) or later.
 - With ``log`` and ``replay`` every decode row is a tree (a root alone, without drafts): a state
   never runs past what the host has committed. With ``snapshot`` a row without drafts decodes in
@@ -318,11 +318,13 @@ def make_speculation(
     config: EngineConfig, model: Decoder, pools: Pools, table: RequestTable
 ) -> Speculation:
     """What ``config`` asks for. Raises ``ConfigError`` where the model lacks the draft head."""
-    spec, proposer = config.spec, None
+    spec, proposer, window = config.spec, None, None
     if spec is not None:
         proposer = build_proposer(
             spec.proposer, model, table.token_ids, table.kv_slots, pools.memory
         )
+        if spec.is_automatic and proposer.num_draft_layers:
+            window = HiddenWindow(config.max_requests, model.ops)
     mode: SpecStateMode | None = "log" if config.num_log_rows else None
     shape = SpecShape(
         num_requests=config.max_requests, num_nodes=1, num_log_rows=config.num_log_rows
@@ -342,14 +344,6 @@ def make_speculation(
             mode, model.ops, rule, recurrent, shape, states.recurrent, states.conv, hidden
         )
         assert keeper.num_bytes == config.draft_bytes, "draft bytes were computed wrongly"
-    window = None
-    if (
-        proposer is not None
-        and proposer.num_draft_layers
-        and spec is not None
-        and spec.is_automatic
-    ):
-        window = HiddenWindow(config.max_requests, model.ops)
     has_hidden = np.ones(config.max_requests, np.bool_)
     own_from = np.zeros(config.max_requests, np.int32)
     return Speculation(

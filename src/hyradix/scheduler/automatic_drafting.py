@@ -4,7 +4,8 @@ Owns: the choice from what is believed, the trials. Does not know: KV slots, tok
 
 Invariant: while no request waits, drafts are chosen only where each running request is expected to
 be faster with them (the one on trial apart).
-Read next: ``draft_choice.py`` (the arithmetic), ``draft_beliefs.py`` (what is believed).
+Read next: ``draft_choice.py`` (the arithmetic); ``draft_acceptance.py``, ``draft_beliefs.py`` (what
+is believed).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MARGIN, RESUME_MARGIN, TREE_MARGIN = 0.02, 0.05, 0.05
 up first; a tree than the best chain."""
 REUSE_STEPS, IDLE_STEPS = 6, 16
 """A choice stands for so many steps, with drafts and without, while the requests are the same, and
-of one age; one that loses is made again at once."""
+of one age; one that loses a large part of the credit is made again at once."""
 TRIAL_DEPTH, TRIAL_STEPS = 2, 64
 """A request on trial: how deep where it is not alone, and for how many steps."""
 CLOSE, CLOSE_ROUNDS, CLEAR_ROUNDS = 1.25, 16, 64
@@ -91,10 +92,10 @@ class AutomaticDrafting(Drafting):
         ]
         self._tree_gains: list[Rate | None] = [None] * len(self._trees)
         self._decodes: list[RequestState] = []
-        self._idle_steps = IDLE_STEPS
-        """Whom the plan is for, how many steps ago it was made; for how many one without drafts
-        stands."""
+        """Whom the plan is for, and how many steps ago it was made."""
         self._age = 0
+        self._idle_steps = IDLE_STEPS
+        """For how many steps it stands if it is without drafts."""
         self._plan: dict[str, tuple[int, int]] = {}
         self._tree: int | None = None
         self._expected: dict[str, float] = {}

@@ -15,12 +15,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from hyradix.scheduler.draft_choice import Floats
 from hyradix.scheduler.request_state import RequestState
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 AGES, NEVER = (16, 32), 1 << 30
 """Tokens of a reply at which it comes of the next age, and after the last."""

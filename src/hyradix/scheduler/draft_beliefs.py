@@ -33,6 +33,7 @@ OUTLIER = 1.5
 """A step that takes longer than that many expected ones, because of others on the machine, counts
 as this: a lasting change is believed after some steps, a single one hardly moves anything."""
 MUCH_LESS = 0.75
+"""Of what there was, the credit below which a choice is made again at once."""
 SHARE = 0.007
 """Of the time, what may be lost on drafts that do not pay, where they promise much."""
 MUCH = 0.5
@@ -137,8 +138,8 @@ class MeasuredCosts:
             slowness = 1.0 if near is None else near.slowness.value
             size = self._sizes[num_rows] = _Size(
                 costs_at(self._costs, num_rows),
-                Rate(weight, weight * plainness, FORGET_TIME),
-                Rate(weight, weight * slowness, FORGET_TIME),
+                Rate(weight, weight * plainness),
+                Rate(weight, weight * slowness),
                 FIRST_PLAIN if near is None else NEXT_PLAIN,
             )
         return size
@@ -162,12 +163,12 @@ class Credit:
         return self._seconds / plain
 
     def mark(self) -> None:
-        """From now on ``is_less`` is about what there is now."""
+        """``is_less`` compares with what there is now."""
         self._marked = self._seconds
 
     @property
     def is_less(self) -> bool:
-        """Whether something was lost since ``mark``."""
+        """Whether a large part was lost since ``mark``."""
         return self._seconds < MUCH_LESS * self._marked
 
     def earn(self, seconds: float) -> None:
