@@ -21,7 +21,7 @@ from hyradix.kernels import compiled_trees, numba_support
 from hyradix.kernels.activation import compiled as activation_kernels
 from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.attention import compiled as attention_kernels
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.attention.reference import AttentionWeights, attend_row, check_short
 from hyradix.kernels.gated_delta_net import compiled as mixer_kernels
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
@@ -318,16 +318,20 @@ class CompiledOps:
         batch: RaggedQueries,
         k_pool: Array,
         v_pool: Array,
+        wanted: WantedTokens | None = None,
     ) -> Array:
         if not (k_pool.flags.writeable and v_pool.flags.writeable):
             raise ValueError("this memory is read-only: attention would write to it")
         (heads, dim, has_gate), *rest = weights
         q = np.empty((projected.shape[0], heads, dim), np.float32)
-        out = np.empty((projected.shape[0], heads * dim), np.float32)
         attention_kernels.prepare(
             projected, batch.positions, batch.write_slots, *rest, k_pool, v_pool, q
         )
         gates = projected if has_gate else _NOTHING
+        if wanted is not None:
+            q, batch = q[wanted.index], wanted.queries
+            gates = projected[wanted.index] if has_gate else _NOTHING
+        out = np.empty((q.shape[0], heads * dim), np.float32)
         if len(batch.short_tokens):
             self._attend_short(gates, q, batch, k_pool, v_pool, out)
         if batch.long_rows:
@@ -365,9 +369,10 @@ class CompiledOps:
         weights: tuple[LatentWeights, Array],
         batch: RaggedQueries,
         pool: Array,
+        wanted: WantedTokens | None = None,
     ) -> Array:
         return latent_kernels.attend(
-            projected, weights, batch, pool, parallel_from=self._parallel_from
+            projected, weights, batch, pool, wanted, parallel_from=self._parallel_from
         )
 
 

@@ -1,8 +1,8 @@
 """What a step's rows are on a GPU: the forms that ``TritonOps`` takes in place of the ragged ones.
 
 Owns: ``DeviceStates`` (prefill), ``DeviceSingles`` and ``DeviceRoots`` (decode), ``DeviceTokens``
-of ``Part``s (attention). Draft trees: ``tree_recurrence/triton_verify.DeviceTrees``. Does not know:
-who makes them, host tables, layers.
+of ``Part``s and ``DeviceWanted`` (attention). Draft trees:
+``tree_recurrence/triton_verify.DeviceTrees``. Does not know: who makes them, host tables, layers.
 
 Invariants:
 - Index tensors are int32 on the device and of padded size: nothing here depends on values that the
@@ -131,3 +131,11 @@ class DeviceTokens:
         """All tokens in one part."""
         part = Part(slice(0, positions.shape[0]), queries, config)
         return cls(positions, write_slots, (part,))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWanted:
+    """``WantedTokens``: index ``int32[M]``; parts: of the M tokens, counted from 0."""
+
+    index: torch.Tensor
+    parts: tuple[Part, ...]

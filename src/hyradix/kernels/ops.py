@@ -24,7 +24,7 @@ import torch
 
 from hyradix.errors import ConfigError
 from hyradix.kernels.activation.reference import Activation
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates
 from hyradix.kernels.kda.reference import KdaWeights
@@ -209,7 +209,13 @@ class Ops(Protocol):
         """What ``attention`` takes."""
 
     def attention(
-        self, projected: Array, weights: Any, batch: RaggedQueries, k_pool: Array, v_pool: Array
+        self,
+        projected: Array,
+        weights: Any,
+        batch: RaggedQueries,
+        k_pool: Array,
+        v_pool: Array,
+        wanted: WantedTokens | None = None,
     ) -> Array:
         """See ``attention.reference.attention``. Raises ``ValueError`` if a pool is read-only."""
 
@@ -222,7 +228,12 @@ class Ops(Protocol):
         """What ``latent_attention`` takes."""
 
     def latent_attention(
-        self, projected: Array, weights: Any, batch: RaggedQueries, pool: Array
+        self,
+        projected: Array,
+        weights: Any,
+        batch: RaggedQueries,
+        pool: Array,
+        wanted: WantedTokens | None = None,
     ) -> Array:
         """See ``mla.reference.latent_attention``."""
 

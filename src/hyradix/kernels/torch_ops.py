@@ -11,7 +11,7 @@ import torch
 
 from hyradix.kernels.activation.reference import Activation, activate
 from hyradix.kernels.attention import reference as attention_reference
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.gated_delta_net import reference as mixer_reference
 from hyradix.kernels.gated_delta_net import tree_reference
@@ -226,8 +226,9 @@ class TorchOps:
         batch: RaggedQueries,
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
+        wanted: WantedTokens | None = None,
     ) -> torch.Tensor:
-        return attention_reference.attention(projected, weights, batch, k_pool, v_pool)
+        return attention_reference.attention(projected, weights, batch, k_pool, v_pool, wanted)
 
     def attend_frozen(
         self,
@@ -248,5 +249,6 @@ class TorchOps:
         weights: LatentWeights,
         batch: RaggedQueries,
         pool: torch.Tensor,
+        wanted: WantedTokens | None = None,
     ) -> torch.Tensor:
-        return latent_reference.latent_attention(projected, weights, batch, pool)
+        return latent_reference.latent_attention(projected, weights, batch, pool, wanted)

@@ -16,12 +16,12 @@ import torch
 
 from hyradix.device_bytes import gathered_keys
 from hyradix.kernels.attention import triton as attention_kernels
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.attention.reference import AttentionWeights, check_short
 from hyradix.kernels.attention.triton import AttendScratch
 from hyradix.kernels.attention.triton_gather import KeyScratch, gather
 from hyradix.kernels.attention.triton_write import write_kv
-from hyradix.kernels.device_forms import DeviceTokens
+from hyradix.kernels.device_forms import DeviceTokens, DeviceWanted, Part
 from hyradix.kernels.memory import ReadOnly, moved
 from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.mla.triton import DeviceLatent, LatentScratch, latent_attention
@@ -29,6 +29,7 @@ from hyradix.kernels.triton_batches import Batches
 from hyradix.kernels.triton_dense import DenseOps
 
 Queries = RaggedQueries | DeviceTokens
+Wanted = WantedTokens | DeviceWanted
 LEAST_PARTS = 1024
 """(token, split) pairs of attention that there is scratch for, at least. Layers and parts of a step
 use it in turn; ``device_bytes`` counts the same."""
@@ -60,6 +61,7 @@ class AttentionOps(DenseOps):
         batch: Queries,
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
+        wanted: Wanted | None = None,
     ) -> torch.Tensor:
         if isinstance(k_pool, ReadOnly) or isinstance(v_pool, ReadOnly):
             raise ValueError("this memory is read-only: no K and V are written to it")
@@ -68,7 +70,12 @@ class AttentionOps(DenseOps):
         q = projected.new_empty(projected.shape[0], heads, dim)
         write_kv(projected, weights, forms.positions, forms.write_slots, q, k_pool, v_pool)
         gate = projected[:, (heads + 2 * kv_heads) * dim :] if weights.has_gate else None
-        return self._attend(q, gate, forms, k_pool, v_pool)
+        parts = forms.parts
+        if wanted is not None:
+            chosen = self._batches.wanted(wanted, heads, kv_heads, dim)
+            q, parts = q.index_select(0, chosen.index), chosen.parts
+            gate = None if gate is None else gate.index_select(0, chosen.index)
+        return self._attend(q, gate, parts, k_pool, v_pool)
 
     def attend_frozen(
         self,
@@ -85,19 +92,19 @@ class AttentionOps(DenseOps):
         forms = self._batches.tokens(batch, heads, weights.num_kv_heads, dim)
         q = projected.new_empty(projected.shape[0], heads, dim)
         write_kv(projected, weights, forms.positions, forms.write_slots, q, None, None)
-        return self._attend(q, projected[:, heads * dim :], forms, k, v)
+        return self._attend(q, projected[:, heads * dim :], forms.parts, k, v)
 
     def _attend(
         self,
         q: torch.Tensor,
         gate: torch.Tensor | None,
-        forms: DeviceTokens,
+        parts: tuple[Part, ...],
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
         heads, dim = q.shape[1], v.shape[2]
         out = q.new_empty(q.shape[0], heads * dim)
-        for part in forms.parts:
+        for part in parts:
             there, keys, values, places = part.tokens, k, v, None
             if part.keys is not None:
                 capacity = gathered_keys(k.shape[2], k.itemsize)
@@ -122,14 +129,23 @@ class AttentionOps(DenseOps):
         return DeviceLatent.of(weights, self.device, self.dtype)
 
     def latent_attention(
-        self, projected: torch.Tensor, weights: DeviceLatent, batch: Queries, pool: torch.Tensor
+        self,
+        projected: torch.Tensor,
+        weights: DeviceLatent,
+        batch: Queries,
+        pool: torch.Tensor,
+        wanted: Wanted | None = None,
     ) -> torch.Tensor:
         heads, num_tokens = weights.num_heads, projected.shape[0]
         forms = self._batches.tokens(batch, heads, 1, weights.row_dim, is_latent=True)
         sizes = (heads, weights.rank, weights.num_shared)
         scratch = self._scratch.get(self._latent_scratch, num_tokens, *sizes)
+        chosen = None
+        if wanted is not None:
+            chosen = self._batches.wanted(wanted, heads, 1, weights.row_dim, is_latent=True)
+            num_tokens = chosen.index.shape[0]
         out = projected.new_empty(num_tokens, heads * weights.values.shape[2])
-        return latent_attention(projected, weights, forms, pool, scratch, out)
+        return latent_attention(projected, weights, forms, pool, scratch, out, chosen)
 
     def _latent_scratch(
         self, capacity: int, heads: int, rank: int, shared: int, device: torch.device

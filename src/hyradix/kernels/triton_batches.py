@@ -20,8 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyradix.kernels.attention.queries import RaggedQueries
-from hyradix.kernels.device_forms import DeviceRoots, DeviceRows, DeviceStates, DeviceTokens
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
+from hyradix.kernels.device_forms import (
+    DeviceRoots,
+    DeviceRows,
+    DeviceStates,
+    DeviceTokens,
+    DeviceWanted,
+)
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.memory import upload
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
@@ -117,6 +123,24 @@ class Batches:
             ),
         )
         return forms
+
+    def wanted(
+        self,
+        wanted: WantedTokens | DeviceWanted,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        is_latent: bool = False,
+    ) -> DeviceWanted:
+        """Those of a step that attend in the last layer. Not remembered: one layer asks."""
+        if isinstance(wanted, DeviceWanted):
+            return wanted
+        forms = host_tokens(
+            wanted.queries, heads // kv_heads, kv_heads, dim, self._itemsize, self._device,
+            is_latent=is_latent,
+        )  # fmt: skip
+        return DeviceWanted(upload(wanted.index, self._device), forms.parts)
 
 
 def _device_rows(batch: DeviceRows) -> PlainRows:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
@@ -38,18 +38,34 @@ class Attention:
         self._weights = ops.pack_attention(weights)
         self._scale = scale
 
-    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
-        """``[T, hidden]`` -> x + scale attention(norm(x)), ``[T, hidden]``."""
-        memory = context.memory
-        return self.attend(x, norm, context.queries, memory.k[self._index], memory.v[self._index])
+    def mix(
+        self, x: Array, norm: RmsNorm, context: ForwardContext, wanted: WantedTokens | None = None
+    ) -> Array:
+        """See ``models.decoder.Mixer``; ``[T, H D]``."""
+        k, v = context.memory.k[self._index], context.memory.v[self._index]
+        return self._mix(x, norm, context.queries, k, v, wanted)
 
-    def attend(self, x: Array, norm: RmsNorm, queries: RaggedQueries, k: Array, v: Array) -> Array:
-        """``forward`` over a given layer's pool, ``[slots, Hkv, D]``."""
-        projected = self._ops.norm_linear(x, norm.packed, self._qkvg)
-        mixed = self._ops.attention(projected, self._weights, queries, k, v)
+    def add(self, mixed: Array, x: Array) -> Array:
+        """``[T, H D]`` of ``mix`` and x -> x + scale attention(norm(x))."""
         if self._scale != 1.0:
             mixed *= self._scale
         return self._ops.linear_add(mixed, self._out, x)
+
+    def attend(self, x: Array, norm: RmsNorm, queries: RaggedQueries, k: Array, v: Array) -> Array:
+        """``[T, hidden]`` -> ``[T, hidden]``, over a given layer's pool, ``[slots, Hkv, D]``."""
+        return self.add(self._mix(x, norm, queries, k, v), x)
+
+    def _mix(
+        self,
+        x: Array,
+        norm: RmsNorm,
+        queries: RaggedQueries,
+        k: Array,
+        v: Array,
+        wanted: WantedTokens | None = None,
+    ) -> Array:
+        projected = self._ops.norm_linear(x, norm.packed, self._qkvg)
+        return self._ops.attention(projected, self._weights, queries, k, v, wanted)
 
 
 class FrozenAttention:

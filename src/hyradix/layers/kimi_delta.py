@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hyradix.kernels.attention.queries import WantedTokens
 from hyradix.kernels.kda.reference import KdaWeights
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
@@ -37,8 +38,10 @@ class KimiDelta:
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_kda(weights)
 
-    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
-        """``[T, hidden]`` -> x + mixer(norm(x)), ``[T, hidden]``."""
+    def mix(
+        self, x: Array, norm: RmsNorm, context: ForwardContext, wanted: WantedTokens | None = None
+    ) -> Array:
+        """See ``models.decoder.Mixer``; ``[T, H dv]``."""
         ops, memory = self._ops, context.memory
         normed = ops.norm(x, norm.packed)
         projected = ops.linear(normed, self._qkvb)
@@ -53,4 +56,8 @@ class KimiDelta:
                 projected, forget, gate, self._weights, context.trees, conv, recurrent,
                 context.spec[self._index], mixed,
             )  # fmt: skip
-        return ops.linear_add(mixed, self._out, x)
+        return mixed if wanted is None else ops.select(mixed, wanted.index)
+
+    def add(self, mixed: Array, x: Array) -> Array:
+        """``[T, H dv]`` of ``mix`` and x -> x + mixer(norm(x))."""
+        return self._ops.linear_add(mixed, self._out, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hyradix.kernels.attention.queries import WantedTokens
 from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
@@ -31,9 +32,14 @@ class LatentAttention:
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_latent_attention(weights)
 
-    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
-        """``[T, hidden]`` -> x + attention(norm(x)), ``[T, hidden]``."""
+    def mix(
+        self, x: Array, norm: RmsNorm, context: ForwardContext, wanted: WantedTokens | None = None
+    ) -> Array:
+        """See ``models.decoder.Mixer``; ``[T, H V]``."""
         projected = self._ops.norm_linear(x, norm.packed, self._into)
         rows = context.memory.k[self._index]
-        mixed = self._ops.latent_attention(projected, self._weights, context.queries, rows)
+        return self._ops.latent_attention(projected, self._weights, context.queries, rows, wanted)
+
+    def add(self, mixed: Array, x: Array) -> Array:
+        """``[T, H V]`` of ``mix`` and x -> x + attention(norm(x))."""
         return self._ops.linear_add(mixed, self._out, x)

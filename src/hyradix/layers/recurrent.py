@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from hyradix.kernels.attention.queries import WantedTokens
 from hyradix.kernels.gated_delta_net.reference import MixerWeights
 from hyradix.kernels.mamba2.reference import Mamba2Weights
 from hyradix.kernels.ops import Array, Ops
@@ -35,8 +36,10 @@ class RecurrentMixer:
         self._out = ops.pack_linear(out)
         self._weights = ops.pack_mixer(weights)
 
-    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
-        """``[T, hidden]`` -> x + mixer(norm(x)), ``[T, hidden]``."""
+    def mix(
+        self, x: Array, norm: RmsNorm, context: ForwardContext, wanted: WantedTokens | None = None
+    ) -> Array:
+        """See ``models.decoder.Mixer``; ``[T, Hv dv]``."""
         projected = self._ops.norm_linear(x, norm.packed, self._inputs)
         memory = context.memory
         conv, recurrent = memory.conv[self._index], memory.recurrent[self._index]
@@ -46,4 +49,8 @@ class RecurrentMixer:
             self._ops.mix_trees(
                 projected, self._weights, context.trees, conv, recurrent, spec, mixed
             )
+        return mixed if wanted is None else self._ops.select(mixed, wanted.index)
+
+    def add(self, mixed: Array, x: Array) -> Array:
+        """``[T, Hv dv]`` of ``mix`` and x -> x + mixer(norm(x))."""
         return self._ops.linear_add(mixed, self._out, x)

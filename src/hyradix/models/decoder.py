@@ -2,8 +2,11 @@
 
 A layer is a mixer and an MLP, each x + f(norm(x)), or one of the two.
 
-Owns: which layers in which order. Does not know: files, weights' names, batches, pools' sizes.
-Invariant: activations are of type ``ops.dtype``, states float32.
+Owns: which layers in which order, and which tokens go through the end of the last one.
+Does not know: files, weights' names, batches, pools' sizes.
+Invariants:
+- Activations are of type ``ops.dtype``, states float32.
+- Behind the last mixer tokens are alone: those that nobody asks for go no further.
 Read next: ``builder.py``, ``layers/``, ``draft_heads.py``.
 """
 
@@ -16,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hyradix.kernels.attention.queries import WantedTokens
 from hyradix.kernels.ops import Array, Ops
 from hyradix.layers.context import ForwardContext
 from hyradix.layers.embedding import Embedding
@@ -27,8 +31,16 @@ from hyradix.models.draft_heads import DraftHead
 class Mixer(Protocol):
     """What mixes tokens; it reads and writes this layer's memory."""
 
-    def forward(self, x: Array, norm: RmsNorm, context: ForwardContext) -> Array:
-        """``[T, hidden]`` -> x + mixer(norm(x))."""
+    def mix(
+        self, x: Array, norm: RmsNorm, context: ForwardContext, wanted: WantedTokens | None = None
+    ) -> Array:
+        """``[T, hidden]`` -> mixer(norm(x)) before its last product, ``[T, W]``.
+
+        wanted: M tokens of which alone that is asked for, ``[M, W]``.
+        """
+
+    def add(self, mixed: Array, x: Array) -> Array:
+        """``mix``'s result and x, or the same rows of both -> x + mixer(norm(x))."""
 
 
 class FeedForward(Protocol):
@@ -49,7 +61,11 @@ class DecoderLayer:
         """``[T, hidden]`` -> ``[T, hidden]``."""
         if self.mixer is not None:
             norm, mixer = self.mixer
-            x = mixer.forward(x, norm, context)
+            x = mixer.add(mixer.mix(x, norm, context), x)
+        return self.feed_forward(x)
+
+    def feed_forward(self, x: Array) -> Array:
+        """The part behind the mixer: ``[T, hidden]`` -> ``[T, hidden]``."""
         if self.mlp is not None:
             norm, mlp = self.mlp
             x = mlp.forward(x, norm)
@@ -78,16 +94,42 @@ class Decoder:
         self.draft_head = draft_head
         self._embedding = embedding
         self._layers = layers
+        mixing = [i for i, layer in enumerate(layers) if layer.mixer is not None]
+        self._last_mixer = mixing[-1]
         self._norm = norm
 
-    def forward(self, token_ids: npt.NDArray[np.int32], context: ForwardContext) -> Array:
+    def forward(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        context: ForwardContext,
+        wanted: WantedTokens | None = None,
+    ) -> Array:
         """Ids ``[T]`` (Triton: or on the device) -> hidden ``[T, hidden]`` before the final norm.
 
+        wanted: M tokens of which alone they are asked for: ``[M, hidden]``.
         Effects: writes the KV slots and state slots that ``context`` names.
         """
         x = self._embedding.embed(token_ids)
-        for layer in self._layers:
+        if wanted is None:
+            for layer in self._layers:
+                x = layer.forward(x, context)
+            return x
+        for layer in self._layers[: self._last_mixer]:
             x = layer.forward(x, context)
+        return self._finish(x, context, wanted)
+
+    def _finish(self, x: Array, context: ForwardContext, wanted: WantedTokens) -> Array:
+        """From the last mixer on."""
+        last, *behind = self._layers[self._last_mixer :]
+        assert last.mixer is not None
+        norm, mixer = last.mixer
+        mixed = mixer.mix(x, norm, context, wanted)
+        x = self.ops.select(x, wanted.index)
+        if not len(x):
+            return x
+        x = last.feed_forward(mixer.add(mixed, x))
+        for layer in behind:
+            x = layer.feed_forward(x)
         return x
 
     def warm_up(self, context: ForwardContext) -> Array:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.gated_delta_net.reference import RaggedStates
 from hyradix.kernels.tree_recurrence.ragged import FlatTrees
 from hyradix.request import Int32Array, ScheduledBatch, StateSave
@@ -103,6 +103,37 @@ def prepare(
         save_slots,
     )
     return PreparedBatch(order, cu_tokens, token_ids, states, queries)
+
+
+def wanted_tokens(
+    batch: ScheduledBatch, prepared: PreparedBatch, verified: TreeRows | None
+) -> WantedTokens | None:
+    """Tokens whose logits are taken: the last of each plain row that samples, then all nodes.
+
+    None: all tokens of the step.
+    """
+    cu_tokens, queries, num_plain = prepared.cu_tokens, prepared.queries, prepared.num_plain
+    is_sampled = batch.samples[prepared.order[:num_plain]]
+    last = cu_tokens[1 : num_plain + 1][is_sampled] - np.int32(1)
+    num_nodes = int(cu_tokens[-1] - cu_tokens[num_plain])
+    if len(last) + num_nodes == int(cu_tokens[-1]):
+        return None
+    nodes = np.arange(cu_tokens[num_plain], cu_tokens[-1], dtype=np.int32)
+    index, counts = np.concatenate([last, nodes]), np.ones(len(last), np.int32)
+    rows, starts = queries.rows[:num_plain][is_sampled], queries.positions[last]
+    trees = None
+    if verified is not None:
+        trees = verified.trees
+        counts = np.concatenate([counts, np.diff(cu_tokens[num_plain:])])
+        rows = np.concatenate([rows, queries.rows[num_plain:]])
+        starts = np.concatenate([starts, queries.starts[num_plain:]])
+    cu_wanted = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=cu_wanted[1:])
+    seen = RaggedQueries.of(
+        cu_wanted, rows, starts, queries.positions[index], np.zeros(len(index), np.int32),
+        queries.kv_table, trees=trees,
+    )  # fmt: skip
+    return WantedTokens(index, seen)
 
 
 def order_saves(

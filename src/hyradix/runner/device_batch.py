@@ -179,6 +179,8 @@ class Planner:
             write_slots=np.where(is_written, kv_slots, np.int32(0)),
             token_at=self._tables.token_at(token_rows, positions),
             last=cu[1:][plan.sampling] - np.int32(1),
+            last_rows=sampled,
+            last_positions=ends - np.int32(1),
             next_at=self._tables.token_at(sampled, ends),
         )
 

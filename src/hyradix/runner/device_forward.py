@@ -29,6 +29,7 @@ from hyradix.kernels.device_forms import (
     DeviceSingles,
     DeviceStates,
     DeviceTokens,
+    DeviceWanted,
     Part,
 )
 from hyradix.kernels.gated_delta_rule.triton import Chunks
@@ -96,7 +97,7 @@ class DeviceForward:
         part = self._decode_part(columns, size, 0)
         tokens = DeviceTokens(columns.positions, columns.write_slots, (part,))
         token_ids = self._tables.tokens.index_select(0, columns.token_at)
-        return self._run(token_ids, tokens, None, columns, 0)
+        return self._run(token_ids, tokens, None, columns, 0, None)
 
     def _decode_part(self, columns: DecodeColumns, size: int, first: int) -> Part:
         """Of ``size`` rows, whose tokens stand from ``first`` on."""
@@ -130,8 +131,18 @@ class DeviceForward:
         itemsize = self._model.ops.dtype.itemsize
         return gathers(counts, num_keys, self._group, dim=config.head_dim, itemsize=itemsize)
 
-    def mixed(self, plan: StepPlan, sent: OnDevice, columns: DecodeColumns) -> torch.Tensor:
-        """Hidden states ``[T, hidden]``. columns: of exactly the rows that decode."""
+    def mixed(
+        self,
+        plan: StepPlan,
+        sent: OnDevice,
+        columns: DecodeColumns,
+        *,
+        wants_all: bool,
+    ) -> torch.Tensor:
+        """Hidden states of the M tokens that are sampled from, or of all, ``[T, hidden]``.
+
+        columns: of exactly the rows that decode.
+        """
         first, parts = plan.num_prefill_tokens, []
         if plan.num_prefill:
             parts.append(self._prefill_part(plan, sent))
@@ -140,7 +151,25 @@ class DeviceForward:
         tokens = DeviceTokens(sent["positions"], sent["write_slots"], tuple(parts))
         token_ids = self._tables.tokens.index_select(0, sent["token_at"])
         states = _states(sent) if plan.num_prefill else None
-        return self._run(token_ids, tokens, states, columns if plan.num_decodes else None, first)
+        decodes = columns if plan.num_decodes else None
+        wanted = None if wants_all else self._wanted(sent)
+        return self._run(token_ids, tokens, states, decodes, first, wanted)
+
+    def _wanted(self, sent: OnDevice) -> DeviceWanted:
+        """The last tokens of rows that are sampled from: they attend as decodes do."""
+        index, size = sent["last"], len(sent["last"])
+        parts: tuple[Part, ...] = ()
+        if size:
+            queries = DeviceQueries(
+                self._offsets[: size + 1],
+                sent["last_rows"],
+                sent["last_positions"],
+                self._blocks[:size],
+                self._tables.kv_slots,
+            )
+            config = self._attend_config(np.ones(size, np.int32))
+            parts = (Part(slice(0, size), queries, config),)
+        return DeviceWanted(index, parts)
 
     def _prefill_part(self, plan: StepPlan, sent: OnDevice) -> Part:
         queries = DeviceQueries(
@@ -163,6 +192,7 @@ class DeviceForward:
         prefill: DeviceStates | None,
         decodes: DecodeColumns | None,
         first: int,
+        wanted: DeviceWanted | None,
     ) -> torch.Tensor:
         singles, roots = None, None
         if decodes is not None and self._log is None:
@@ -176,7 +206,11 @@ class DeviceForward:
             roots,  # type: ignore[arg-type]
             () if self._log is None else self._log.layers,
         )
-        hidden: torch.Tensor = self._model.forward(token_ids, context)  # type: ignore[arg-type]
+        hidden: torch.Tensor = self._model.forward(
+            token_ids,  # type: ignore[arg-type]
+            context,
+            wanted,  # type: ignore[arg-type]
+        )
         return hidden
 
 

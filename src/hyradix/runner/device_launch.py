@@ -31,7 +31,7 @@ from hyradix.runner.device_log import LAST, ROOM, SAVES, DeviceLog
 from hyradix.runner.device_tables import DeviceTables
 from hyradix.runner.graphs import Graphs
 from hyradix.runner.pools import Pools
-from hyradix.runner.prompt_logprobs import prompt_logprobs
+from hyradix.runner.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from hyradix.runner.request_table import RequestTable
 from hyradix.runner.staging import Numbers, Pending, Results, Staging
 from hyradix.sampling.device_picking import draw_into
@@ -54,7 +54,7 @@ class Launched:
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What a forward left. logits, found: of M sampling rows, the latter with greedy tokens, which
-    the token table has already. hidden: of all tokens, of a step with prefill."""
+    the token table has already. hidden: of all tokens, where their logprobs are asked for."""
 
     logits: torch.Tensor
     found: torch.Tensor
@@ -186,15 +186,17 @@ class Launcher:
         return Computed(logits, found, next_at, None)
 
     def _mixed(self, plan: StepPlan, sent: OnDevice) -> Computed:
-        hidden = self._forward.mixed(plan, sent, self._columns[plan.num_decodes])
-        next_at = sent["next_at"]
+        next_at, last = sent["next_at"], sent["last"]
+        wants_all = wants_prompt_logprobs(plan.batch, plan, self.table)
+        columns = self._columns[plan.num_decodes]
+        hidden = self._forward.mixed(plan, sent, columns, wants_all=wants_all)
         found = torch.zeros(2, len(next_at), dtype=torch.int32, device=next_at.device)
         logits = hidden.new_zeros(0, 0)
         if len(next_at):
-            logits = self._model.logits(hidden.index_select(0, sent["last"]))
+            logits = self._model.logits(hidden.index_select(0, last) if wants_all else hidden)
             best_of(logits, found)
             self.tables.write(self.tables.tokens, next_at, found[0])
-        return Computed(logits, found, next_at, hidden)
+        return Computed(logits, found, next_at, hidden if wants_all else None)
 
     def _sample(
         self, plan: StepPlan, computed: Computed, sent: OnDevice, drawn: list[Drawn]

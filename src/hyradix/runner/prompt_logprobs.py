@@ -8,6 +8,7 @@ Read next: ``runner.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -51,8 +52,30 @@ def prompt_logprobs(
     model: Decoder,
     sampler: LogprobsOf,
 ) -> tuple[PromptLogprobs, ...]:
-    """For every row that asks for them: tokens [start + 1, min(start + n + 1, prompt length))."""
+    """For every row that asks for them: tokens [start + 1, min(start + n + 1, prompt length)).
+
+    hidden: ``[T, hidden]`` of all tokens.
+    """
     found = []
+    for row, start, last, first, num_top in _asked(batch, prepared, table):
+        ids = table.token_ids[row, start + 1 : last + 1].copy()
+        states = hidden[first : first + last - start]
+        logprobs = _in_pieces(states, ids, num_top, model, sampler)
+        found.append(PromptLogprobs(row, start + 1, logprobs))
+    return tuple(found)
+
+
+def wants_prompt_logprobs(
+    batch: ScheduledBatch, prepared: PlainTokens, table: RequestTable
+) -> bool:
+    """Whether ``prompt_logprobs`` finds any."""
+    return next(_asked(batch, prepared, table), None) is not None
+
+
+def _asked(
+    batch: ScheduledBatch, prepared: PlainTokens, table: RequestTable
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of rows that ask: row, first and last position, first token of the step, how many others."""
     plain = prepared.order[: prepared.num_plain]
     for i, first in zip(plain.tolist(), prepared.cu_tokens.tolist(), strict=False):
         row, start, count = int(batch.rows[i]), int(batch.starts[i]), int(batch.num_tokens[i])
@@ -61,11 +84,7 @@ def prompt_logprobs(
         if init is not None and num_top is not None:
             last = min(start + count, init.num_prompt_tokens - 1)
             if last > start:
-                ids = table.token_ids[row, start + 1 : last + 1].copy()
-                states = hidden[first : first + last - start]
-                logprobs = _in_pieces(states, ids, num_top, model, sampler)
-                found.append(PromptLogprobs(row, start + 1, logprobs))
-    return tuple(found)
+                yield row, start, last, first, num_top
 
 
 def _in_pieces(

@@ -8,7 +8,8 @@ Invariants:
 - Steps run in the order they were submitted, each whole before the next.
 - A row's result does not depend on the other rows beyond rounding; a row whose logits are not
   finite is reported faulty and harms nobody else.
-- Logits are computed only where they are sampled from or asked for.
+- Logits are computed only where they are sampled from or asked for, and so is what lies behind the
+  last mixer, unless somebody wants more hidden states.
 Read next: ``batch.py``, ``pools.py``, ``speculation.py``.
 """
 
@@ -31,9 +32,9 @@ from hyradix.request import (
     ScheduledBatch,
     StepOutput,
 )
-from hyradix.runner.batch import PreparedBatch, TreeRows, prepare
+from hyradix.runner.batch import PreparedBatch, TreeRows, prepare, wanted_tokens
 from hyradix.runner.pools import Pools
-from hyradix.runner.prompt_logprobs import prompt_logprobs
+from hyradix.runner.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from hyradix.runner.request_table import RequestTable
 from hyradix.runner.speculation import make_speculation
 from hyradix.runner.warm_up import compile_kernels, measure_costs
@@ -126,11 +127,18 @@ class ModelRunner:
         verified = speculation.begin(batch)
         prepared = prepare(batch, self.table, verified)
         arranged = speculation.arrange(batch, prepared, verified) if verified else None
-        raw = self._model.forward(prepared.token_ids, self._context(prepared, arranged))
+        context = self._context(prepared, arranged)
+        wanted = wanted_tokens(batch, prepared, verified)
+        wants_all = wanted is not None and self._wants_all(batch, prepared, verified)
+        raw = self._model.forward(prepared.token_ids, context, None if wants_all else wanted)
         if self._on_hidden is not None:
             self._on_hidden(batch, raw)
-        prompts = prompt_logprobs(batch, prepared, raw, self.table, self._model, self._sampler)
-        accepted = self._accept(batch, prepared, verified, raw)
+        prompts: tuple[PromptLogprobs, ...] = ()
+        of_wanted = raw
+        if wanted is not None and wants_all:
+            prompts = prompt_logprobs(batch, prepared, raw, self.table, self._model, self._sampler)
+            of_wanted = self._model.ops.select(raw, wanted.index)
+        accepted = self._accept(batch, prepared, verified, of_wanted)
         rows = batch.rows[prepared.order][batch.samples[prepared.order]]
         is_wanted = speculation.needs_hidden(batch, verified)
         hidden = self._model.normalize(raw) if is_wanted else None
@@ -144,22 +152,34 @@ class ModelRunner:
         speculation.learn(batch, prepared, accepted, raw, hidden)
         return _output(batch.step, rows, accepted, verified, prompts)
 
+    def _wants_all(
+        self, batch: ScheduledBatch, prepared: PreparedBatch, verified: TreeRows | None
+    ) -> bool:
+        """Whether somebody wants the hidden states of tokens that no logits are needed of."""
+        return (
+            self._on_hidden is not None
+            or self.speculation.takes_hidden(batch, verified)
+            or wants_prompt_logprobs(batch, prepared, self.table)
+        )
+
     def _accept(
         self,
         batch: ScheduledBatch,
         prepared: PreparedBatch,
         verified: TreeRows | None,
-        raw: Array,
+        hidden: Array,
     ) -> Accepted:
-        """Sample where the batch says so, follow the drafts, put the tokens in the table."""
+        """Sample where the batch says so, follow the drafts, put the tokens in the table.
+
+        hidden: of ``wanted_tokens``.
+        """
         num_plain = prepared.num_plain
         plain = prepared.order[:num_plain]
         is_sampled = batch.samples[plain]
-        logit_rows = prepared.cu_tokens[1 : num_plain + 1][is_sampled] - 1
         sampling = plain[is_sampled]
         positions = batch.starts[sampling] + batch.num_tokens[sampling] - 1
         if verified is None:
-            return self._sample(batch.rows[sampling], positions, logit_rows, raw)
+            return self._sample(batch.rows[sampling], positions, hidden)
         alone = Drafts.roots(np.full(len(sampling), -1, np.int32))
         cu_nodes = np.concatenate(
             [alone.cu_nodes, alone.cu_nodes[-1] + verified.trees.cu_nodes[1:]]
@@ -172,32 +192,22 @@ class ModelRunner:
             token_ids=np.concatenate([alone.token_ids, verified.token_ids]),
             max_accepted=np.concatenate([alone.num_nodes, batch.max_accepted[verified.index]]),
         )
-        nodes = np.arange(prepared.cu_tokens[num_plain], prepared.cu_tokens[-1], dtype=np.int32)
-        accepted = follow(
-            self._sampler, self._logits(raw, np.concatenate([logit_rows, nodes])), candidates
-        )
+        accepted = follow(self._sampler, self._model.logits(hidden), candidates)
         for row, position, tokens in zip(
             candidates.rows.tolist(), candidates.positions, accepted.token_ids, strict=True
         ):
             self.table.write_sampled(row, int(position) + 1, tokens)
         return accepted
 
-    def _sample(
-        self, rows: Int32Array, positions: Int32Array, logit_rows: Int32Array, raw: Array
-    ) -> Accepted:
+    def _sample(self, rows: Int32Array, positions: Int32Array, hidden: Array) -> Accepted:
         """Where nothing is drafted: one token for each row."""
         if len(rows) == 0:
             return Accepted([], [], np.zeros(0, np.bool_), ())
         places = positions.astype(np.int64) + 1
-        result = self._sampler.sample(self._logits(raw, logit_rows), rows, places)
+        result = self._sampler.sample(self._model.logits(hidden), rows, places)
         self.table.write_next(rows, places, result.token_ids)
         tokens = [[token] for token in result.token_ids.tolist()]
         return Accepted([[0]] * len(rows), tokens, result.is_faulty, result.logprobs)
-
-    def _logits(self, raw: Array, index: Int32Array) -> torch.Tensor:
-        if len(index) < raw.shape[0]:
-            raw = self._model.ops.select(raw, index)
-        return self._model.logits(raw)
 
 
 def _output(

@@ -74,6 +74,10 @@ class Speculation:
         """Whether anybody wants the hidden states of this step."""
         return self.uses_hidden and (verified is not None or _num_followed(batch) > 0)
 
+    def takes_hidden(self, batch: ScheduledBatch, verified: TreeRows | None) -> bool:
+        """Whether it is to be given those of all tokens of this step."""
+        return self.window is not None or self.needs_hidden(batch, verified)
+
     def enter(self, batch: ScheduledBatch) -> None:
         """Requests enter rows, after the copies that their states begin with."""
         if not batch.row_inits:
@@ -217,8 +221,8 @@ class Speculation:
     ) -> None:
         """Tell the proposer what the rows that it follows have consumed, and what comes next.
 
-        raw: what the model's ``forward`` returned; hidden: the same, normalised; None where nobody
-        is followed.
+        raw: what the model's ``forward`` returned, of all tokens where ``takes_hidden``; hidden:
+        the same, normalised; None where nobody is followed.
         """
         if self.proposer is None or not self.proposer.keeps_up:
             return

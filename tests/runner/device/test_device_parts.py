@@ -52,8 +52,9 @@ def last_step(
     run = forward._run
 
     def watched(ids: torch.Tensor, given: DeviceTokens, *rest: Any) -> torch.Tensor:
-        seen.append((given, run(ids, given, *rest)))
-        return seen[-1][1]
+        hidden, wanted = run(ids, given, *rest[:-1], None), rest[-1]
+        seen.append((given, hidden))
+        return hidden if wanted is None else hidden[wanted.index]
 
     forward._run = watched
     trees = {row: limits for row, limits in DECODES.items() if row in work}

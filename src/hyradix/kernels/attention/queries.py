@@ -1,6 +1,7 @@
 """Which KV columns the queries of one step see: rows one after the other, draft trees last.
 
-Owns: ``RaggedQueries``, how rows split into blocks and single tokens. Does not know: tensors.
+Owns: ``RaggedQueries``, how rows split into blocks and single tokens; ``WantedTokens`` of them.
+Does not know: tensors.
 
 Invariants:
 - A token sees table columns [first, its position + 1) of its row; a node of a draft tree sees
@@ -128,6 +129,17 @@ class RaggedQueries:
         row = self.kv_table[self.short_rows[i]]
         tail = self.tail_columns[self.tail_offsets[i] : self.tail_offsets[i + 1]]
         return np.concatenate([row[self.first : self.short_lengths[i]], row[tail]])
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """M tokens of a step, those that are asked for behind the last mixer.
+
+    index: ``int32[M]`` which they are. queries: what each of them sees, M tokens in that order.
+    """
+
+    index: Int32Array
+    queries: RaggedQueries
 
 
 def _add_trees(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hyradix.kernels.attention.queries import Int32Array, RaggedQueries
+from hyradix.kernels.attention.queries import Int32Array, RaggedQueries, WantedTokens
 from hyradix.kernels.rms_norm.reference import rms_norm
 from hyradix.kernels.rotary.reference import apply_rotary
 
@@ -51,14 +51,16 @@ def attention(
     batch: RaggedQueries,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
+    wanted: WantedTokens | None = None,
 ) -> torch.Tensor:
     """Write the tokens' K and V, attend, gate.
 
     Args:
         projected: ``[T, (2 H + 2 Hkv) D]``: q of all heads, k, v, gates of all heads (if any).
         k_pool, v_pool: ``[slots, Hkv, D]``.
+        wanted: the tokens that attend (all write).
 
-    Returns: ``[T, H D]``, before the output projection.
+    Returns: ``[T, H D]``, or of M wanted tokens ``[M, H D]``, before the output projection.
     """
     heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
     gates = [heads] if weights.has_gate else []
@@ -69,6 +71,9 @@ def attention(
     written, slots = written_slots(batch, q.device)
     k_pool.index_copy_(0, slots, k[written].to(k_pool.dtype))
     v_pool.index_copy_(0, slots, v.unflatten(1, (-1, dim))[written].to(v_pool.dtype))
+    if wanted is not None:
+        index, batch = torch.from_numpy(wanted.index).to(q.device), wanted.queries
+        q, gate = q[index], [x[index] for x in gate]
     out = q.new_empty(q.shape)
     for i in range(len(batch.rows) - batch.num_trees):
         tokens, seen, start = batch.row(i)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from numba import prange
 
-from hyradix.kernels.attention.queries import RaggedQueries
+from hyradix.kernels.attention.queries import RaggedQueries, WantedTokens
 from hyradix.kernels.mla.reference import LatentWeights, absorb, attend_row, values_of
 from hyradix.kernels.numba_support import compiled, exp32
 from hyradix.kernels.simd import LANES, at, vfma, vmul, vset, vsum
@@ -194,6 +194,7 @@ def attend(
     weights: tuple[LatentWeights, Any],
     batch: RaggedQueries,
     pool: Array,
+    wanted: WantedTokens | None = None,
     *,
     parallel_from: float,
 ) -> Array:
@@ -205,6 +206,8 @@ def attend(
     _write_rows(projected, batch.write_slots, norm, np.float32(latent.eps), pool)
     heads, dim = latent.num_heads, latent.query_dim
     q = torch.from_numpy(projected)[:, : heads * dim].unflatten(1, (heads, dim))
+    if wanted is not None:
+        q, batch = q[torch.from_numpy(wanted.index)], wanted.queries
     out = torch.empty(q.shape[0], heads, latent.values.shape[1])
     tokens = batch.short_tokens
     if len(tokens) == q.shape[0]:

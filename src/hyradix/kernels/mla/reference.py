@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hyradix.kernels.attention.queries import Int32Array, RaggedQueries
+from hyradix.kernels.attention.queries import Int32Array, RaggedQueries, WantedTokens
 from hyradix.kernels.attention.reference import gather, written_slots
 from hyradix.kernels.rms_norm.reference import rms_norm
 
@@ -60,15 +60,20 @@ class LatentWeights:
 
 
 def latent_attention(
-    projected: torch.Tensor, weights: LatentWeights, batch: RaggedQueries, pool: torch.Tensor
+    projected: torch.Tensor,
+    weights: LatentWeights,
+    batch: RaggedQueries,
+    pool: torch.Tensor,
+    wanted: WantedTokens | None = None,
 ) -> torch.Tensor:
     """Write the tokens' rows, attend.
 
     Args:
         projected: ``[T, H (nope + E - R) + E]``: q of all heads, then c before its norm, and r.
         pool: ``[slots, 1, E]``.
+        wanted: the tokens that attend (all write).
 
-    Returns: ``[T, H V]``, before the output projection.
+    Returns: ``[T, H V]``, or of M wanted tokens ``[M, H V]``, before the output projection.
     """
     rows = pool.squeeze(1)
     q = projected[:, : weights.num_heads * weights.query_dim].unflatten(1, (weights.num_heads, -1))
@@ -76,6 +81,8 @@ def latent_attention(
     written, slots = written_slots(batch, q.device)
     fresh = torch.cat([rms_norm(c, weights.norm, weights.eps), r], dim=1)
     rows.index_copy_(0, slots, fresh[written].to(rows.dtype))
+    if wanted is not None:
+        q, batch = q[torch.from_numpy(wanted.index).to(q.device)], wanted.queries
     out = q.new_empty(q.shape[0], weights.num_heads, weights.values.shape[1])
     for i in range(len(batch.rows) - batch.num_trees):
         tokens, seen, start = batch.row(i)

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from hyradix.errors import ConfigError
 from hyradix.kernels.attention.triton import AttendScratch, attend
-from hyradix.kernels.device_forms import DeviceTokens
+from hyradix.kernels.device_forms import DeviceTokens, DeviceWanted
 from hyradix.kernels.mla.reference import LatentWeights
 from hyradix.kernels.triton_support import launch, load32, power_of_two, store
 
@@ -118,25 +118,33 @@ def latent_attention(
     pool: torch.Tensor,
     scratch: LatentScratch,
     out: torch.Tensor,
+    wanted: DeviceWanted | None = None,
 ) -> torch.Tensor:
     """Write the tokens' rows, attend; see ``reference.latent_attention``.
 
     Args:
-        projected: ``[T, H (nope + E - R) + E]``. pool: ``[slots, 1, E]``. out: ``[T, H V]``. All
-            three in the weights' type. tokens: blocks made for groups of H heads. Splits are
-            reduced to what ``scratch`` has parts for.
+        projected: ``[T, H (nope + E - R) + E]``. pool: ``[slots, 1, E]``. out: ``[T, H V]``, or
+            ``[M, H V]`` where only M tokens are wanted. All three in the weights' type.
+        tokens: blocks made for groups of H heads, those of ``wanted`` too. Splits are reduced to
+            what ``scratch`` has parts for.
 
     Returns: out.
     """
     count, heads, rank = projected.shape[0], weights.num_heads, weights.rank
     if count == 0:
         return out
-    query, context = scratch.query[:count], scratch.context[:count]
+    query, parts = scratch.query[:count], tokens.parts
     write_rows(projected, weights, tokens.write_slots, pool, query)
+    if wanted is not None:
+        count, parts = wanted.index.shape[0], wanted.parts
+        if count == 0:
+            return out
+        projected, query = (x.index_select(0, wanted.index) for x in (projected, query))
+    context = scratch.context[:count]
     q = projected[:, : heads * weights.query_dim].unflatten(1, (heads, weights.query_dim))
     nope = q[:, :, : weights.keys.shape[1]].transpose(0, 1)
     torch.bmm(nope, weights.keys, out=query[:, :, :rank].transpose(0, 1))
-    for part in tokens.parts:
+    for part in parts:
         attend(
             query[part.tokens], part.queries, pool, pool[:, :, :rank], weights.query_dim**-0.5,
             part.config, scratch.parts, context[part.tokens].flatten(1), is_view=True,
