@@ -11,7 +11,6 @@ import importlib.util
 import io
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -126,11 +125,6 @@ GPU_TESTS = {
     "o1_families": ("tests/oracles",),
 }
 """Where tests marked gpu are, by stage."""
-CHECKED_MEMORY = (
-    "test_attention.py", "test_chunks.py", "test_elementwise_and_linear.py",
-    "test_gated_delta_net.py", "test_keeping.py", "test_prefill.py",
-)  # fmt: skip
-"""Tests of kernels under compute-sanitizer, which makes them many times slower."""
 
 
 def _tests(place: Place, name: str) -> Stage:
@@ -176,20 +170,17 @@ def _pytest(output: str) -> dict[str, Any]:
 
 
 def _sanitizer(place: Place) -> Stage:
-    tool = shutil.which("compute-sanitizer")
-    if not place.is_gpu or tool is None:
+    if not place.is_gpu or shutil.which("compute-sanitizer") is None:
         return Stage("sanitizer", 0, skipped="needs a GPU and compute-sanitizer")
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
-    command += [*PYTEST, "-m", "gpu", *_parallel()]
-    command += [f"tests/kernels/triton_kernels/{file}" for file in CHECKED_MEMORY]
-    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it sees one large block
-    return Stage("sanitizer", 240, command, read=_memcheck, environment=environment)
+    command = [PYTHON, "benchmarks/gpu_memcheck.py"]
+    return _with_json(place, "sanitizer", 240, command, _memcheck)
 
 
-def _memcheck(output: str) -> dict[str, Any]:
-    """Errors of all processes; None where none of them said."""
-    counts = [int(number) for number in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
-    return {"errors": sum(counts) if counts else None, **_pytest(output)}
+def _memcheck(report: dict[str, Any]) -> dict[str, Any]:
+    """Tests and bad accesses of the files that ended, and which did not."""
+    ended = [x for x in report["files"].values() if x["errors"] is not None]
+    figures = {name: sum(x[name] for x in ended) for name in ("passed", "failed", "errors")}
+    return figures | {"not ended": [n for n, x in report["files"].items() if x["errors"] is None]}
 
 
 # ---- the engine ------------------------------------------------------------------------------

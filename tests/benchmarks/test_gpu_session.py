@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu_session, gpu_stages
 from benchmarks.gpu_session import Session, main, run_stage, table
+from benchmarks.gpu_memcheck import read as read_memcheck
 from benchmarks.gpu_stages import Place, Stage, _memcheck, _pytest, ncu, stages
 
 NAMES = [
@@ -91,9 +92,17 @@ def test_outputs_of_tools_are_read() -> None:
     assert _pytest("x\n==== 2 failed, 31 passed, 4 skipped in 12.1s ====") == {
         "failed": 2, "passed": 31, "skipped": 4,
     }  # fmt: skip
-    assert _memcheck("1 passed in 2s\n= ERROR SUMMARY: 0 errors") == {"errors": 0, "passed": 1}
-    assert _memcheck("= ERROR SUMMARY: 1 error\n= ERROR SUMMARY: 2 errors") == {"errors": 3}
-    assert _memcheck("no device") == {"errors": None}
+    clean = read_memcheck(
+        "t.py::a PASSED [50%]\nt.py::b PASSED [100%]\n= ERROR SUMMARY: 0 errors", 0
+    )
+    bad = read_memcheck("t.py::c FAILED [100%]\n= ERROR SUMMARY: 3 errors\nFAILED t.py::c - no", 9)
+    assert (clean["passed"], clean["failed"], clean["errors"]) == (2, 0, 0)
+    assert (bad["passed"], bad["failed"], bad["errors"]) == (0, 1, 3)
+    died = read_memcheck("no device", -11)
+    assert died["errors"] is None
+    assert _memcheck({"files": {"a": clean, "b": bad, "c": died}}) == {
+        "passed": 2, "failed": 1, "errors": 3, "not ended": ["c"],
+    }  # fmt: skip
     header = (
         '"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value",'
         '"Rule Name","Rule Type","Rule Description"'
