@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_session, gpu_stages
-from benchmarks.gpu_session import Session, main, run_stage, table
 from benchmarks.gpu_memcheck import read as read_memcheck
+from benchmarks.gpu_session import Session, main, run_stage, table
 from benchmarks.gpu_stages import Place, Stage, _memcheck, _pytest, ncu, stages
 
 NAMES = [
