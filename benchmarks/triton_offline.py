@@ -21,8 +21,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hyradix.kernels import triton_support
+from hyradix.kernels import triton_dense, triton_support
+from hyradix.kernels.linear import triton as linear
 
 _TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -93,7 +95,10 @@ def compiled_for(capability: int) -> Iterator[list[Compiled]]:
 def _launching(run: Callable[..., None]) -> Iterator[None]:
     """``run`` takes the place of launching; what only a GPU of today does is asked for too."""
     overlap = mock.patch.object(triton_support, "_can_overlap", return_value=True)
-    with mock.patch.object(JITFunction, "run", run), overlap:
+    tiles = [
+        mock.patch.object(x, "has_descriptors", return_value=True) for x in (linear, triton_dense)
+    ]
+    with mock.patch.object(JITFunction, "run", run), overlap, tiles[0], tiles[1]:
         yield
 
 
@@ -111,6 +116,9 @@ def _variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Var
             signature[name] = "*" + _TYPES[value.dtype]
             if value.data_ptr() % 16 == 0 and is_special:
                 attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            tile = ", ".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}[{tile}]>"
         elif isinstance(value, bool):
             signature[name] = "i1"
         elif is_int:

@@ -1,6 +1,6 @@
 """Checks and timings of what stands between mixers: products of few rows, and ``dense_rows.py``.
 
-Products are timed beside torch's own (``torch`` in the note), which serves from 17 rows on.
+Products are timed beside torch's own (``torch`` in the note), which serves where rows are many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyradix.kernels.rms_norm import reference
 from hyradix.kernels.triton_table import LinearConfig
 from tests.kernels.triton_kernels.cases import NAN, error
 
-FEW = (1, 2, 4, 8, 16)
+FEW = (1, 2, 4, 8, 16, 32, 64)
 UNTUNED = "attention in"
 """As "gdn in" but for a sixth of its outputs."""
 
@@ -70,8 +70,9 @@ def checks(device: torch.device) -> Iterator[Checks]:
             for config in _candidates(product, batch)[:3]:
                 yield _checks(product, batch, config, device)
     for product in chosen:
-        for config in _with_groups(product):
-            yield _checks(product, 16, config, device)
+        for batch in (8, 16, 33, 64):
+            for config in _with_groups(product)[:3]:
+                yield _checks(product, batch, config, device)
 
 
 def _checks(
@@ -112,11 +113,10 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
             yield _bench_torch(product, batch, device)
             for config in _candidates(product, batch) if tune else ():
                 yield _bench_product(product, batch, config, device)
-        for batch in BATCHES[2:]:
-            yield _bench_torch(product, batch, device)
+        yield _bench_torch(product, BATCHES[-1], device)
     yield from row_benches(device, tune=tune)
     for product in PRODUCTS if tune else ():
-        for batch in (8, 16):
+        for batch in FEW[3:]:
             for config in _with_groups(product):
                 yield _bench_product(product, batch, config, device)
 
@@ -132,21 +132,20 @@ def _candidates(product: Product, batch: int) -> list[LinearConfig]:
     units = [LinearConfig(64, 128, 2, stages, splits=splits) for stages in (4, 5)]
     if batch <= MAX_VECTOR_ROWS:
         return [*units, *(_vector(product, 4 // batch * w, w) for w in (1, 2))]
-    units += [LinearConfig(64, 64, 2, 8, splits=splits)]
-    if splits == 1:
-        return [*units, LinearConfig(32, 128, 2, 5), LinearConfig(128, 64, 2, 5)]
-    units += [LinearConfig(64, 128, 2, stages, splits=8) for stages in (4, 5)]
-    return [*units, LinearConfig(64, 128, 2, 5, splits=3), LinearConfig(32, 128, 2, 5, splits=2)]
+    return units
 
 
 def _with_groups(product: Product) -> list[LinearConfig]:
     if product.name == UNTUNED:
         return []
-    splits = 1 if product.outputs >= 8_192 else 4
-    return [
-        LinearConfig(64, 128, 4, 4, splits=splits),
-        LinearConfig(128, 64, 4, 5, splits=2 * splits if splits > 1 else 1),
-    ]
+    if product.is_swiglu:
+        sizes = ((128, 128, 3), (128, 64, 5), (128, 64, 6), (256, 64, 4), (128, 64, 8))
+        return [LinearConfig(*x[:2], 4, x[2]) for x in sizes] + [LinearConfig(256, 128, 8, 3)]
+    if product.outputs >= 8_192:
+        sizes = ((64, 128, 3), (128, 64, 6), (128, 64, 4), (64, 128, 6), (64, 64, 8), (128, 128, 4))
+        return [LinearConfig(*x[:2], 4, x[2]) for x in sizes]
+    shared = ((128, 6, 3), (256, 3, 3), (128, 8, 3), (64, 12, 3), (128, 5, 4), (128, 4, 6))
+    return [LinearConfig(64, i, 4, stages, splits=n) for i, stages, n in shared]
 
 
 def _vector(product: Product, block_o: int, warps: int) -> LinearConfig:

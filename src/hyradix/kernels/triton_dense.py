@@ -29,6 +29,7 @@ from hyradix.kernels.moe.triton import DeviceExperts, ExpertScratch, experts
 from hyradix.kernels.moe.triton_routing import DeviceRouting, route
 from hyradix.kernels.rms_norm.triton import add_rms_norm
 from hyradix.kernels.triton_scratch import Scratch
+from hyradix.kernels.triton_support import has_descriptors
 from hyradix.kernels.triton_table import max_fused_rows
 
 Norm = tuple[torch.Tensor, float]
@@ -167,7 +168,8 @@ def _sum_in_float32() -> None:
 
 
 def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    few = x.shape[0] <= max_fused_rows(x.device, weight.shape[0])
+    has_tiles = has_descriptors(x.device)
+    few = x.shape[0] <= max_fused_rows(x.device, weight.shape[0], has_descriptors=has_tiles)
     return few and x.dtype == weight.dtype == torch.bfloat16
 
 

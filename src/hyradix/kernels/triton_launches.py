@@ -9,7 +9,8 @@ every pointer; a step with prefill has hundreds of launches. Here the same takes
 Invariants:
 - Triton decides at the first launch of a key, by its own path; the key is never coarser than what
   it specialises on (``python/src/specialize.cc`` of 3.6): the types of all arguments, and of a
-  tensor its element type and whether its address is a multiple of 16; of an integer its width,
+  tensor its element type and whether its address is a multiple of 16; of a tensor descriptor the
+  element type, the tile and what is read outside; of an integer its width,
   whether it is 1 and a multiple of 16 (here: its value); of a constant its value; the options. An
   integer that is in ``do_not_specialize`` counts by its width alone.
 - Where anything is not as known (another version of Triton, hooks, a kernel that is patched or
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton is one whose launches were read; by others all go Triton's way."""
@@ -85,7 +87,8 @@ class Launches:
         self._num_given = sum(not p.is_constexpr for p in parameters)
         given = range(self._num_given)
         self._tensors = [i for i in given if isinstance(args[i], torch.Tensor)]
-        others = [i for i in given if i not in self._tensors]
+        self._described = [i for i in given if isinstance(args[i], TensorDescriptor)]
+        others = [i for i in given if i not in self._tensors and i not in self._described]
         self._free = [i for i in others if parameters[i].do_not_specialize]
         self._special = _getter([i for i in others if i not in self._free])
         is_ordered = all(p.is_constexpr for p in parameters[self._num_given :])
@@ -116,7 +119,7 @@ class Launches:
             return None
         special = self._special(given)
         types = tuple(map(type, special))
-        if any(issubclass(x, torch.Tensor) for x in types):
+        if any(issubclass(x, (torch.Tensor, TensorDescriptor)) for x in types):
             return None  # the first launch had none there: it is not to be held here
         key = [
             self._driver.get_current_device(),
@@ -129,6 +132,11 @@ class Launches:
             number = given[i]
             if type(number) is not int or not -_INT32 <= number < _INT32:
                 return None
+        for i in self._described:
+            tiles = given[i]
+            if not isinstance(tiles, TensorDescriptor):
+                return None
+            key += (tiles.base.dtype, *tiles.block_shape, tiles.padding)
         for i in self._tensors:
             tensor = given[i]
             if not isinstance(tensor, torch.Tensor):

@@ -60,6 +60,12 @@ def _can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache
+def has_descriptors(device: torch.device) -> bool:
+    """Whether the device copies tiles by tensor descriptors (TMA)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def power_of_two(n: int, *, least: int = 1) -> int:
     """The smallest power of two that is at least ``n`` and ``least``.
 

@@ -87,8 +87,8 @@ class LinearConfig:
     """A product with few rows: outputs per program, inputs at a time.
 
     has_units: by matrix units, ``stages`` tiles of the loop, and inputs shared by ``splits``
-    programs where nothing is fused before or between; else up to four rows by threads, ``stages``
-    blocks of inputs under way.
+    programs where nothing is fused behind; else up to four rows by threads, ``stages`` blocks of
+    inputs under way.
     """
 
     block_o: int
@@ -145,14 +145,18 @@ _VERIFY: dict[str, Rows[VerifyConfig]] = {
         (33, VerifyConfig(16, 2, 16)),
     ),
 }
-_FUSED_ROWS: dict[str, Rows[int]] = {"default": ((1, 16),)}  # by rows of the weight
+_FUSED_ROWS: dict[str, Rows[int]] = {"default": ((1, 32), (8_192, 64), (16_384, 32))}
+"""By rows of the weight; without tensor descriptors no more than ``PLAIN_ROWS``."""
+PLAIN_ROWS = 16
 _UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of the weight
     "default": (
-        (1, LinearConfig(64, 128, 2, 4, splits=4)),
-        (8_192, LinearConfig(64, 128, 4, 4)),
+        (1, LinearConfig(64, 128, 4, 6, splits=3)),
+        (8_192, LinearConfig(128, 64, 4, 6)),
     ),
 }
-_GATED_UNITS: dict[str, LinearConfig] = {"default": LinearConfig(128, 64, 4, 5)}
+_GATED_UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of x
+    "default": ((1, LinearConfig(128, 128, 4, 3)), (17, LinearConfig(128, 64, 4, 5))),
+}
 _VECTOR: dict[str, tuple[Rows[LinearConfig], ...]] = {  # of one row, two: by rows of the weight
     "default": (
         (
@@ -230,10 +234,11 @@ def kda_chunk_config(device: torch.device) -> ChunkConfig:
     return _of(_KDA_CHUNK, device)
 
 
-def max_fused_rows(device: torch.device, outputs: int) -> int:
+def max_fused_rows(device: torch.device, outputs: int, *, has_descriptors: bool) -> int:
     """Up to so many rows a product with a weight of ``outputs`` rows is ``few_rows_linear``, else
     torch's own."""
-    return _choose(_FUSED_ROWS, device, outputs)
+    most = _choose(_FUSED_ROWS, device, outputs)
+    return most if has_descriptors else min(most, PLAIN_ROWS)
 
 
 def linear_config(
@@ -242,7 +247,7 @@ def linear_config(
     """For ``rows`` times a weight ``[outputs, inputs]``; is_gated: of gates and ups."""
     vectors = _of(_VECTOR, device)
     if rows > len(vectors):
-        return _of(_GATED_UNITS, device) if is_gated else _choose(_UNITS, device, outputs)
+        return _choose(_GATED_UNITS, device, rows) if is_gated else _choose(_UNITS, device, outputs)
     if inputs >= _LONG_INPUTS > outputs:
         return _of(_LONG_VECTOR, device)[rows - 1]
     return _fitting(vectors[rows - 1], outputs)

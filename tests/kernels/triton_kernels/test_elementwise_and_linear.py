@@ -92,6 +92,7 @@ VECTOR = LinearConfig(4, 32, 4, 2, has_units=False)
 NARROW = LinearConfig(2, 16, 2, 3, has_units=False)
 SHAPES = [
     (1, 64, 32, UNITS), (3, 41, 19, UNITS), (9, 40, 50, UNITS), (16, 96, 50, UNITS),
+    (33, 264, 70, LinearConfig(64, 64, 4, 3)), (64, 136, 130, LinearConfig(128, 64, 4, 4)),
     (1, 41, 19, VECTOR), (1, 128, 5, NARROW), (2, 41, 19, NARROW), (3, 72, 6, VECTOR),
     (4, 32, 8, NARROW),
 ]  # fmt: skip

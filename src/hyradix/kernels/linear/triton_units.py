@@ -1,15 +1,15 @@
-"""Products of two to sixteen rows by matrix units: the weight's tiles are the first operand.
+"""Products of few rows by matrix units: the weight's tiles are the first operand.
 
 Owns: the kernel for few rows, the sum of its parts. Does not know: which products take it
 (``triton.py``).
 
 Sums are ``[outputs, rows]``: the weight goes through shared memory as it is stored, many outputs at
 a time, so that of what a program reads little is inputs. Where outputs are few, inputs are split
-among programs, and the last one to arrive adds the parts.
+among programs, and the last one to arrive adds the parts. Where the device has tensor descriptors
+(TMA), tiles come by them: of eight rows of the largest product in 27 us in place of 33.
 
 Invariants:
 - Parts are added in the order of inputs, whoever arrives last. Counters are 0 between launches.
-- The norm's scale is taken in the same pass and applied to the sum.
 - Chained (``triton_support.py``): the cache is asked for weights before the kernel before is done.
 Read next: ``triton.py``, ``triton_vector.py``.
 """
@@ -26,59 +26,59 @@ from hyradix.kernels.triton_support import load32, silu, store, wait_for_previou
 
 @triton.jit(do_not_specialize=["B"])
 def units_kernel(
-    x, x_stride, weight, weight_stride, norm, eps, residual, residual_stride, out, out_stride,
-    parts, counters, B, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    x, x_stride, weight, weight_stride, x_tiles, weight_tiles, residual, residual_stride, out,
+    out_stride, parts, counters, B, SIZE: tl.constexpr, OUTPUTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, IS_SWIGLU: tl.constexpr, BB: tl.constexpr, BO: tl.constexpr,
     BI: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, HAS_TILES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """SHARE: inputs of a program, a multiple of BI. AHEAD: those it asks for early, if chained."""
-    b, o = tl.arange(0, BB), tl.program_id(0) * BO + tl.arange(0, BO)
+    """SHARE: inputs of a program, a multiple of BI. AHEAD: those it asks for early, if chained.
+
+    x_tiles, weight_tiles: descriptors of x by [BB, BI] and of the weight by [BO, BI], if HAS_TILES.
+    """
+    output = tl.program_id(0) * BO
+    b, o = tl.arange(0, BB), output + tl.arange(0, BO)
     low = tl.program_id(1) * SHARE
     is_row, is_output = b < B, o < OUTPUTS
     begin = tl.minimum(o, OUTPUTS - 1).to(tl.int64)
-    place = weight + begin[:, None] * weight_stride
-    second = weight + (begin + OUTPUTS)[:, None] * weight_stride if IS_SWIGLU else place
     if CHAINED and AHEAD > 0:
         _ask_for(weight, begin, weight_stride, low, AHEAD, SIZE)
         if IS_SWIGLU:
             _ask_for(weight, begin + OUTPUTS, weight_stride, low, AHEAD, SIZE)
     wait_for_previous(CHAINED)
     total, ups = tl.zeros([BO, BB], tl.float32), tl.zeros([BO, BB], tl.float32)
-    squares = tl.zeros([BI, BB], tl.float32)
     for first in tl.range(low, tl.minimum(low + SHARE, SIZE), BI, num_stages=STAGES):
-        i = first + tl.arange(0, BI)
-        if SIZE % BI == 0:
-            weights = tl.load(place + i[None, :])
-            inside = is_row[None, :]
+        if HAS_TILES:
+            inputs = x_tiles.load([0, first]).T
+            total = tl.dot(weight_tiles.load([output, first]), inputs, total)
+            if IS_SWIGLU:
+                ups = tl.dot(weight_tiles.load([OUTPUTS + output, first]), inputs, ups)
         else:
-            weights = tl.load(place + i[None, :], mask=(i < SIZE)[None, :], other=0.0)
+            i = first + tl.arange(0, BI)
             inside = is_row[None, :] & (i < SIZE)[:, None]
-        inputs = tl.load(x + b[None, :] * x_stride + i[:, None], mask=inside, other=0.0)
-        if HAS_NORM:
-            wide = inputs.to(tl.float32)
-            squares += wide * wide
-            inputs = (wide * load32(norm + i, i < SIZE)[:, None]).to(weights.dtype)
-        total = tl.dot(weights, inputs, total)
-        if IS_SWIGLU:
-            if SIZE % BI == 0:
-                weights = tl.load(second + i[None, :])
-            else:
-                weights = tl.load(second + i[None, :], mask=(i < SIZE)[None, :], other=0.0)
-            ups = tl.dot(weights, inputs, ups)
+            inputs = tl.load(x + b[None, :] * x_stride + i[:, None], mask=inside, other=0.0)
+            place = weight + begin[:, None] * weight_stride
+            total = tl.dot(_block(place, i, SIZE, BI), inputs, total)
+            if IS_SWIGLU:
+                place = weight + (begin + OUTPUTS)[:, None] * weight_stride
+                ups = tl.dot(_block(place, i, SIZE, BI), inputs, ups)
     if SPLITS > 1:
         total, is_last = _sum_parts(total, parts, counters, BO, BB, SPLITS)
         is_output &= is_last
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE + eps)
-        total *= scale[None, :]
-        ups *= scale[None, :]
     inside = is_output[:, None] & is_row[None, :]
     if IS_SWIGLU:
         total = silu(total) * ups
     if HAS_RESIDUAL:
         total += load32(residual + b[None, :] * residual_stride + o[:, None], inside)
     store(out + b[None, :] * out_stride + o[:, None], total, inside)
+
+
+@triton.jit
+def _block(place, i, SIZE: tl.constexpr, BI: tl.constexpr):
+    """Weights ``[BO, BI]`` of the inputs i."""
+    if SIZE % BI == 0:
+        return tl.load(place + i[None, :])
+    return tl.load(place + i[None, :], mask=(i < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
