@@ -151,7 +151,7 @@ PLAIN_ROWS = 16
 _UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of the weight
     "default": (
         (1, LinearConfig(64, 128, 4, 6, splits=3)),
-        (8_192, LinearConfig(128, 64, 4, 6)),
+        (8_192, LinearConfig(64, 128, 4, 3)),
     ),
 }
 _GATED_UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of x
