@@ -54,14 +54,19 @@ PRODUCTS = (
     Product("down", FFN, HIDDEN, has_residual=True),
     Product("head", HIDDEN, VOCAB, has_norm=True),
 )
-ODD = Product("odd", 777, 1_111, has_norm=True, is_swiglu=True)
+ODD = (
+    Product("odd", 777, 1_111, has_norm=True, is_swiglu=True),
+    Product("small", 64, 96, has_norm=True, is_swiglu=True),
+    Product("short", 32, 200, has_residual=True),
+    Product("narrow", 360, 40, has_residual=True),
+)
 
 
 def checks(device: torch.device) -> Iterator[Checks]:
     """What the table says; then of two shapes some candidates and, last, those with groups
     of warps."""
-    for product in (*PRODUCTS[:5], ODD):
-        for batch in (1, 2, 5, 16):
+    for product in (*PRODUCTS[:5], *ODD):
+        for batch in (1, 2, 5, 16, 33, 64):
             yield _checks(product, batch, None, device)
     yield Checks("rows", partial(row_checks, device))
     chosen = PRODUCTS[2:4]
