@@ -133,13 +133,10 @@ class Batches:
         *,
         is_latent: bool = False,
     ) -> DeviceWanted:
-        """Those of a step that attend in the last layer. Not remembered: one layer asks."""
+        """Those of a step that attend in the last layer."""
         if isinstance(wanted, DeviceWanted):
             return wanted
-        forms = host_tokens(
-            wanted.queries, heads // kv_heads, kv_heads, dim, self._itemsize, self._device,
-            is_latent=is_latent,
-        )  # fmt: skip
+        forms = self.tokens(wanted.queries, heads, kv_heads, dim, is_latent=is_latent)
         return DeviceWanted(upload(wanted.index, self._device), forms.parts)
 
 

@@ -12,6 +12,7 @@ from hyradix.device_bytes import LEAST_PARTS
 from hyradix.kernels import triton_attention, triton_table
 from hyradix.kernels.attention import triton_gather
 from hyradix.kernels.device_forms import DeviceTokens
+from hyradix.runner import device_launch
 from hyradix.runner.device_runner import DeviceRunner
 from tests.kernels.triton_kernels.cases import error
 from tests.runner.device.served import World, tokens
@@ -85,6 +86,34 @@ def test_decodes_beside_a_chunk_are_decodes_alone(world, device, monkeypatch) ->
     unpadded = last_step(world, device, decodes, has_graphs=False)
     assert unpadded.tokens.parts[0].config == whole.config
     assert torch.equal(unpadded.hidden, alone.hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decode_log", [0, 4])
+def test_nothing_depends_on_tokens_that_nobody_asks_for(
+    world, device, decode_log, monkeypatch
+) -> None:
+    """Chunks that sample nothing, decodes beside one; then with the hidden states of all tokens."""
+    found = []
+    for wants_all in (False, True):
+        if wants_all:
+            monkeypatch.setattr(device_launch, "wants_prompt_logprobs", lambda *_: True)
+        model = world.model("triton", str(device))
+        player = Player(model, keep_logits=False, decode_log=decode_log)
+        player.runner = DeviceRunner(model, player.config, GreedySampler())
+        for seed, count in enumerate((LONG, SHORT, NEW)):
+            player.add(tokens(count, seed))
+        player.step({0: 30})
+        player.step({0: LONG - 30, 1: SHORT})
+        for _ in range(3):
+            player.step({0: 1, 1: 1, 2: 1}, trees=DECODES)
+        pools = player.runner.pools
+        memory = [pools.kv.k[:, 1 : player._used + 1], pools.kv.v[:, 1 : player._used + 1]]
+        memory += [x[:, 1 : player._next_state] for x in pools.states.tensors]
+        found.append(([row.tokens for row in player.rows.values()], [x.clone() for x in memory]))
+    (ours, memory), (whole, of_all) = found
+    assert ours == whole
+    assert all(error(a, b) < 1e-5 for a, b in zip(memory, of_all, strict=True))
 
 
 @pytest.mark.slow
