@@ -30,10 +30,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from benchmarks.figures import FRAME  # noqa: E402
 
 FOLDER = "tests/kernels/triton_kernels"
-FILES = (
-    "test_attention.py", "test_chunks.py", "test_elementwise_and_linear.py",
-    "test_gated_delta_net.py", "test_keeping.py", "test_prefill.py",
-)  # fmt: skip
+LEFT_OUT = ("test_large_pools.py",)
+"""Pools of more than 2^31 elements, each watched byte by byte."""
+NO_TESTS = 5
+"""What pytest ends with where a file has no test of a device."""
 MAX_SHOWN = 4000
 """Characters of the end of what a file printed that are shown."""
 
@@ -65,6 +65,8 @@ def check(tool: str, file: str, limit_s: float) -> dict[str, Any]:
 def read(output: str, code: int | None) -> dict[str, Any]:
     """Of what a file printed: tests that passed and failed, bad accesses (None: it did not say)."""
     errors = re.findall(r"ERROR SUMMARY: (\d+) error", output)
+    if code == NO_TESTS and not errors:
+        errors = ["0"]
     return {
         "code": code,
         "passed": len(re.findall(r" PASSED\b", output)),
@@ -80,18 +82,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of a file")
-    parser.add_argument("--files", nargs="*", default=list(FILES))
+    parser.add_argument("--files", nargs="*", help="default: all but those of large pools")
     args = parser.parse_args(arguments)
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         parser.error("compute-sanitizer is not on the PATH")
-    with ThreadPoolExecutor(len(args.files)) as pool:
-        found = pool.map(lambda file: check(tool, file, args.limit), args.files)
-        files = dict(zip(args.files, found, strict=True))
+    every = sorted(path.name for path in (ROOT / FOLDER).glob("test_*.py"))
+    names = args.files or [name for name in every if name not in LEFT_OUT]
+    with ThreadPoolExecutor(len(names)) as pool:
+        found = pool.map(lambda file: check(tool, file, args.limit), names)
+        files = dict(zip(names, found, strict=True))
     is_clean = True
     for name, entry in files.items():
         end = entry.pop("end")
-        is_good = entry["code"] == 0 and entry["errors"] == 0 and not entry["failed"]
+        is_good = entry["code"] in (0, NO_TESTS) and entry["errors"] == 0 and not entry["failed"]
         is_clean = is_clean and is_good
         print(name, json.dumps(entry), *([] if is_good else [end]), sep="\n", flush=True)
     args.json.write_text(json.dumps({**FRAME, "files": files}, indent=1) + "\n")

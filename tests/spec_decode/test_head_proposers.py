@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from hyradix.errors import ConfigError
+from hyradix.request import Request, SamplingParams
 from hyradix.spec_config import DraftShape
 from hyradix.spec_decode.build import build_proposer
 from hyradix.spec_decode.drafts import Drafts
 from tests.spec_decode.naive import NaiveHead
 from tests.spec_decode.test_beam import paths_of
 from tests.spec_decode.world import WIDTH, World, make_model
+from tests.support.demo import DemoEngines
 
 CHAIN = DraftShape(topk=1, steps=4, nodes=5)
 TREE = DraftShape(topk=3, steps=3, nodes=10)
@@ -260,3 +262,22 @@ def test_a_head_that_was_not_loaded(backend, tmp_path):
     with pytest.raises(ConfigError, match="without the draft head frozen_kv_mtp"):
         build_proposer("frozen_kv_mtp", model, table, table, None)
     assert build_proposer("ngram", model, table, table, None).name == "ngram"
+
+
+@pytest.mark.parametrize("proposer", ["mtp", "frozen_kv_mtp"])
+def test_the_torch_backend_serves_with_heads(proposer):
+    """As the compiled kernels do: views of lent memory are taken inside of inference mode."""
+    prompt = np.arange(10, 30, dtype="<i4").tobytes()
+    found = []
+    for options in ({}, {"spec": proposer, "spec_topk": 2, "spec_steps": 3, "spec_nodes": 8}):
+        engine = DemoEngines(backend="torch").make(num_threads=1, **options)
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        engine.add(Request(request_id="a", prompt_token_ids=prompt, sampling=sampling, seed=0))
+        tokens: list[int] = []
+        while engine.has_work():
+            for output in engine.step():
+                assert output.error is None
+                tokens += output.token_ids
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert len(found[0]) == 8

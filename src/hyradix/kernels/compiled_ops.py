@@ -330,7 +330,8 @@ class CompiledOps:
         gates = projected if has_gate else _NOTHING
         if wanted is not None:
             q, batch = q[wanted.index], wanted.queries
-            gates = projected[wanted.index] if has_gate else _NOTHING
+            if has_gate:
+                gates = projected[wanted.index, -heads * dim :]
         out = np.empty((q.shape[0], heads * dim), np.float32)
         if len(batch.short_tokens):
             self._attend_short(gates, q, batch, k_pool, v_pool, out)

@@ -28,14 +28,15 @@ class ReadOnly(torch.Tensor):
 
     @staticmethod
     def __new__(cls, elem: torch.Tensor) -> ReadOnly:
-        view: ReadOnly = torch.Tensor._make_wrapper_subclass(
-            cls,
-            elem.shape,
-            strides=elem.stride(),
-            storage_offset=elem.storage_offset(),
-            dtype=elem.dtype,
-            device=elem.device,
-        )
+        with torch.inference_mode():  # outside of it, views taken inside of it are refused
+            view: ReadOnly = torch.Tensor._make_wrapper_subclass(
+                cls,
+                elem.shape,
+                strides=elem.stride(),
+                storage_offset=elem.storage_offset(),
+                dtype=elem.dtype,
+                device=elem.device,
+            )
         view.elem = elem
         return view
 

@@ -40,7 +40,10 @@ class Mixer(Protocol):
         """
 
     def add(self, mixed: Array, x: Array) -> Array:
-        """``mix``'s result and x, or the same rows of both -> x + mixer(norm(x))."""
+        """``mix``'s result and x, or the same rows of both -> x + mixer(norm(x)).
+
+        Effects: may overwrite both.
+        """
 
 
 class FeedForward(Protocol):

@@ -120,8 +120,13 @@ class Launcher:
         if self.log is not None:
             self.log.rehearse()
 
-    def launch(self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool) -> Launched:
-        """Launch a step. drawn: rows that sample on the device beyond the argmax."""
+    def launch(
+        self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool, wants_all: bool
+    ) -> Launched:
+        """Launch a step. drawn: rows that sample on the device beyond the argmax.
+
+        wants_all: as if somebody asked for the hidden states of all tokens.
+        """
         num_rows = len(plan.order)
         size = None
         if num_rows and not plan.num_prefill:
@@ -135,7 +140,7 @@ class Launcher:
             return Launched(np.zeros((2, 0), np.int32))
         if self._before_forward is not None:
             self._before_forward()
-        computed = self._compute(plan, size, sent)
+        computed = self._compute(plan, size, sent, wants_all)
         if needs_host:
             self._settle(sent)  # what was sent is there until more is sent
             return self._sample_on_host(plan, computed)
@@ -171,10 +176,13 @@ class Launcher:
             self.log.fold(SAVES, sent)
             self.log.fold(LAST, sent)
 
-    def _compute(self, plan: StepPlan, size: int | None, sent: OnDevice) -> Computed:
+    def _compute(
+        self, plan: StepPlan, size: int | None, sent: OnDevice, wants_all: bool
+    ) -> Computed:
         """The forward, and greedy tokens."""
         if size is None:
-            return self._mixed(plan, sent)
+            wants_all |= wants_prompt_logprobs(plan.batch, plan, self.table)
+            return self._mixed(plan, sent, wants_all)
         self._graphs.replay(size)
         count = plan.num_decodes
         logits, found = self._forward.logits[:count], self._forward.found[:, :count]
@@ -185,9 +193,10 @@ class Launcher:
             next_at = next_at.index_select(0, index)
         return Computed(logits, found, next_at, None)
 
-    def _mixed(self, plan: StepPlan, sent: OnDevice) -> Computed:
+    def _mixed(self, plan: StepPlan, sent: OnDevice, wants_all: bool) -> Computed:
+        """Where most tokens are sampled from, to leave out the others is not worth the copies."""
         next_at, last = sent["next_at"], sent["last"]
-        wants_all = wants_prompt_logprobs(plan.batch, plan, self.table)
+        wants_all |= 2 * len(last) > int(plan.cu_tokens[-1])
         columns = self._columns[plan.num_decodes]
         hidden = self._forward.mixed(plan, sent, columns, wants_all=wants_all)
         found = torch.zeros(2, len(next_at), dtype=torch.int32, device=next_at.device)

@@ -44,24 +44,28 @@ class Steps(Protocol):
 
     config: EngineConfig
 
-    def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step and wait for it."""
+    def execute(self, batch: ScheduledBatch, *, wants_all: bool) -> StepOutput:
+        """Run one step and wait for it. wants_all: with the hidden states of all tokens."""
 
 
 def rehearse(runner: Steps, on_progress: Callable[[int, int], None], *, is_device: bool) -> None:
-    """Steps of many sizes, with every way to sample."""
+    """Steps of many sizes, with every way to sample; with all hidden states too: the last layer's
+    kernels then see many tokens, and no other layer may be of its kind."""
     batches = list(_batches(runner.config, TOKENS if is_device else (2,)))
     for done, batch in enumerate(batches):
         on_progress(done, len(batches))
-        runner.execute(batch)
+        for wants_all in (False, True) if is_device else (False,):
+            runner.execute(batch, wants_all=wants_all)
     on_progress(len(batches), len(batches))
 
 
 def rehearse_largest(runner: Steps) -> None:
-    """The step that needs the most memory: all rows sample in the most wasteful way."""
+    """The step that needs the most memory: all rows sample in the most wasteful way, while the
+    hidden states of all tokens are kept for logprobs."""
     config = runner.config
     counts = _split(config.max_prefill_tokens, config)
-    runner.execute(_batch(config, counts, config.max_requests - len(counts), SAMPLINGS[-1:]))
+    batch = _batch(config, counts, config.max_requests - len(counts), SAMPLINGS[-1:])
+    runner.execute(batch, wants_all=True)
 
 
 def _batches(config: EngineConfig, sizes: tuple[int, ...]) -> Iterator[ScheduledBatch]:

@@ -74,15 +74,18 @@ class DeviceRunner:
     # ---- the contract ---------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def submit(self, batch: ScheduledBatch) -> None:
-        """Plan and launch a step. Waits only for what the module's docstring names."""
+    def submit(self, batch: ScheduledBatch, *, wants_all: bool = False) -> None:
+        """Plan and launch a step. Waits only for what the module's docstring names.
+
+        wants_all: as if logprobs of all prompts' tokens were asked for (rehearsals).
+        """
         with self._on_stream():
             plan = self.launcher.planner.plan(batch)
             self._init_rows(batch)
             rows, positions = plan.sampling_rows, plan.positions
             needs_host = self._controls.need_host(rows, positions)
             drawn = [] if needs_host else self._controls.draw(rows, positions)
-            launched = self.launcher.launch(plan, drawn, needs_host=needs_host)
+            launched = self.launcher.launch(plan, drawn, needs_host=needs_host, wants_all=wants_all)
         self._in_flight.append((plan, launched))
 
     def collect(self) -> StepOutput:
@@ -91,10 +94,10 @@ class DeviceRunner:
         found = launched.found
         return _output(plan, launched, found.wait() if isinstance(found, Pending) else found)
 
-    def execute(self, batch: ScheduledBatch) -> StepOutput:
+    def execute(self, batch: ScheduledBatch, *, wants_all: bool = False) -> StepOutput:
         """Run one step and wait for it. Nothing else may be in flight."""
         assert not self._in_flight
-        self.submit(batch)
+        self.submit(batch, wants_all=wants_all)
         return self.collect()
 
     # ---- start ----------------------------------------------------------------------------------
