@@ -231,7 +231,7 @@ def _decode_figures(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prefill(place: Place) -> Stage:
-    sizes = "--batch= --prefill 8x8192 --cached 16000:15500 --repeats 3"
+    sizes = "--batch= --prefill 8x8192 --cached 16000:15500 --repeats 5"
     if place.is_tiny:
         sizes = "--batch= --prefill 2x64 --cached 200:160 --repeats 1"
     return _with_json(place, "prefill", 240, _engine(place, *sizes.split()), _prefill_figures)

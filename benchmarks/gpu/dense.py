@@ -22,10 +22,13 @@ from hyradix.kernels.linear.triton import (
     few_rows_linear,
 )
 from hyradix.kernels.rms_norm import reference
+from hyradix.kernels.triton_support import power_of_two
 from hyradix.kernels.triton_table import LinearConfig
 from tests.kernels.triton_kernels.cases import NAN, error
 
 FEW = (1, 2, 4, 8, 16, 32, 64)
+SHARED_BYTES = 220 << 10
+"""Of a program, less what its parts and sums may need."""
 UNTUNED = "attention in"
 """As "gdn in" but for a sixth of its outputs."""
 
@@ -76,7 +79,7 @@ def checks(device: torch.device) -> Iterator[Checks]:
                 yield _checks(product, batch, config, device)
     for product in chosen:
         for batch in (8, 16, 33, 64):
-            for config in _with_groups(product)[:3]:
+            for config in _with_groups(product, batch)[:3]:
                 yield _checks(product, batch, config, device)
 
 
@@ -122,7 +125,7 @@ def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
     yield from row_benches(device, tune=tune)
     for product in PRODUCTS if tune else ():
         for batch in FEW[3:]:
-            for config in _with_groups(product):
+            for config in _with_groups(product, batch):
                 yield _bench_product(product, batch, config, device)
 
 
@@ -140,17 +143,22 @@ def _candidates(product: Product, batch: int) -> list[LinearConfig]:
     return units
 
 
-def _with_groups(product: Product) -> list[LinearConfig]:
+def _with_groups(product: Product, batch: int) -> list[LinearConfig]:
+    """Those whose tiles fit."""
     if product.name == UNTUNED:
         return []
+    splits = 1
     if product.is_swiglu:
-        sizes = ((128, 128, 3), (128, 64, 5), (128, 64, 6), (256, 64, 4), (128, 64, 8))
-        return [LinearConfig(*x[:2], 4, x[2]) for x in sizes] + [LinearConfig(256, 128, 8, 3)]
-    if product.outputs >= 8_192:
-        sizes = ((64, 128, 3), (128, 64, 6), (128, 64, 4), (64, 128, 6), (64, 64, 8), (128, 128, 4))
-        return [LinearConfig(*x[:2], 4, x[2]) for x in sizes]
-    shared = ((128, 6, 3), (256, 3, 3), (128, 8, 3), (64, 12, 3), (128, 5, 4), (128, 4, 6))
-    return [LinearConfig(64, i, 4, stages, splits=n) for i, stages, n in shared]
+        sizes = ((128, 128, 3), (128, 64, 5), (128, 64, 6), (256, 64, 4), (256, 64, 3))
+    elif product.outputs >= 8_192:
+        sizes = ((64, 128, 3), (128, 64, 6), (128, 64, 4), (64, 128, 6), (64, 64, 8))
+    else:
+        splits, sizes = 3, ((64, 128, 6), (64, 256, 3), (64, 128, 8), (64, 64, 12), (64, 128, 5))
+    return [
+        LinearConfig(o, i, 4, stages, splits=splits)
+        for o, i, stages in sizes
+        if 2 * stages * i * (o + power_of_two(batch, least=16)) < SHARED_BYTES
+    ]
 
 
 def _vector(product: Product, block_o: int, warps: int) -> LinearConfig:

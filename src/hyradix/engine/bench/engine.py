@@ -14,6 +14,7 @@ Read next: ``commands.py`` (the report), ``engine.py`` of the package (what is t
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -124,6 +125,8 @@ class Driver:
         stages = Stages()
         self.engine: Engine = build_engine(settings, stages.update)
         stages.finish()
+        gc.collect()
+        gc.freeze()  # as the process of a server does
         self.start = stages.as_json()
         self._rng = np.random.default_rng(seed)
         self._count = itertools.count()
