@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from hyradix.kernels.activation.reference import Activation
 from hyradix.kernels.activation.triton import swiglu
 from hyradix.kernels.embedding.triton import embed
-from hyradix.kernels.linear.triton import NUM_PARTS, LinearScratch, few_rows_linear
+from hyradix.kernels.linear.triton import MAX_ROWS, NUM_PARTS, LinearScratch, few_rows_linear
 from hyradix.kernels.memory import upload
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing
 from hyradix.kernels.moe.triton import DeviceExperts, ExpertScratch, experts
@@ -168,6 +168,8 @@ def _sum_in_float32() -> None:
 
 
 def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if x.shape[0] > MAX_ROWS:
+        return False
     has_tiles = has_descriptors(x.device)
     few = x.shape[0] <= max_fused_rows(x.device, weight.shape[0], has_descriptors=has_tiles)
     return few and x.dtype == weight.dtype == torch.bfloat16

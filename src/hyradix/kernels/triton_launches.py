@@ -97,7 +97,7 @@ class Launches:
     def start(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, int]) -> None:
         """See ``triton_launches.start``."""
         given = list(args)
-        key = self._key(given, options)
+        key = self._key(given, args, options)
         found = self._compiled.get(key)
         if found is None or self._kernel.pre_run_hooks or _is_watched():
             compiled = self._kernel[grid](*args, **options)
@@ -111,21 +111,20 @@ class Launches:
 
     def key(self, args: tuple[Any, ...], options: dict[str, int]) -> tuple[Any, ...] | None:
         """By what these arguments are told from others; None: not here."""
-        return self._key(list(args), options)
+        return self._key(list(args), args, options)
 
-    def _key(self, given: list[Any], options: dict[str, int]) -> tuple[Any, ...] | None:
-        """As ``key``. Effects: tensors in ``given`` become their addresses."""
+    def _key(
+        self, given: list[Any], args: tuple[Any, ...], options: dict[str, int]
+    ) -> tuple[Any, ...] | None:
+        """As ``key``. given: the arguments. Effects: tensors in it become their addresses."""
         if not self._is_usual:
             return None
-        special = self._special(given)
-        types = tuple(map(type, special))
-        if any(issubclass(x, (torch.Tensor, TensorDescriptor)) for x in types):
-            return None  # the first launch had none there: it is not to be held here
+        special = self._special(args)
         key = [
             self._driver.get_current_device(),
             special,
-            types,
-            tuple(given[self._num_given :]),
+            tuple(map(type, special)),
+            args[self._num_given :],
             tuple(options.items()),
         ]
         for i in self._free:
@@ -141,13 +140,18 @@ class Launches:
             tensor = given[i]
             if not isinstance(tensor, torch.Tensor):
                 return None
-            key += (tensor.dtype, tensor.is_cuda)  # Triton refuses one on the host
             given[i] = address = tensor.data_ptr()
+            key.append(tensor.dtype)
             if address & 15:
                 key.append(i)
+            if not tensor.is_cuda:  # Triton refuses one on the host
+                key.append(~i)
         return tuple(key)
 
     def _remember(self, key: tuple[Any, ...], compiled: Any) -> None:
+        """Unless an argument is a tensor that was none at first: it is not to be held here."""
+        if any(issubclass(x, torch.Tensor) for x in key[2]):
+            return
         run, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
         metadata = getattr(compiled, "packed_metadata", None)
         if callable(run) and function is not None and metadata is not None:

@@ -9,13 +9,17 @@ Invariants:
 - Graphs share one pool of memory, since no two run at once; the largest is captured first, so that
   the others fit into what it leaves.
 - Each size has run once before it is captured: its kernels are compiled by then.
+- Nothing is collected while a graph is captured: to free what another engine left (its graphs, its
+  events) is a call that a capture does not survive.
 Read next: ``device_bytes.py`` (the ladder of sizes), ``decode_form.py`` (the static memory).
 """
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -45,6 +49,8 @@ class Graphs:
     def capture(self, on_progress: OnProgress) -> None:
         """Run every size once, then capture it. The static memory must hold padding alone."""
         pool = None
+        if self._device.type == "cuda":
+            gc.collect()
         for done, size in enumerate(reversed(self._sizes)):
             on_progress(done, len(self._sizes))
             self._run(size)
@@ -53,7 +59,10 @@ class Graphs:
             torch.cuda.current_stream(self._device).synchronize()
             graph = torch.cuda.CUDAGraph()
             pool = torch.cuda.graph_pool_handle() if pool is None else pool
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                uncollected(),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
                 self._run(size)
             self._captured[size] = graph
         on_progress(len(self._sizes), len(self._sizes))
@@ -65,3 +74,15 @@ class Graphs:
             self._run(size)
         else:
             graph.replay()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No collection of cyclic garbage inside."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

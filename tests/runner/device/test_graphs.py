@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from hyradix.device_bytes import ladder
 from hyradix.request import SINK
 from hyradix.runner.decode_form import DecodeForm
-from hyradix.runner.graphs import Graphs
+from hyradix.runner.graphs import Graphs, uncollected
 
 CPU = torch.device("cpu")
 
@@ -96,3 +98,30 @@ def test_columns_of_every_size_begin_where_the_largest_begins() -> None:
 def vars_of(form: DecodeForm, static: torch.Tensor, size: int) -> list[torch.Tensor]:
     columns = form.columns(static, size)
     return [getattr(columns, name) for name in type(columns).__slots__]
+
+
+def test_nothing_is_collected_inside_a_capture() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    def make_garbage() -> None:
+        for _ in range(5 * gc.get_threshold()[0]):
+            Cycle()
+
+    collections: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        make_garbage()
+        assert collections
+        collections.clear()
+        with uncollected():
+            make_garbage()
+            assert not collections
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)

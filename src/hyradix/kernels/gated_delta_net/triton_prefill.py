@@ -58,7 +58,7 @@ def mix_(
         _prepare_kernel,
         (2 * weights.num_k_heads + num_v_heads, ceil_div(tokens, together)),
         projected, projected.stride(0), tokens, weights.conv, weights.decay_rate, weights.dt_bias,
-        batch.cu_seqlens, batch.sequences, slots, conv_state, *x.q, *x.k, x.v, x.g, x.beta,
+        batch.cu_seqlens, batch.sequences, slots, conv_state, *x.keys, x.v, x.g, x.beta,
         channels, weights.num_k_heads, num_v_heads, dk, dv, width, together, block_k, block_v,
         projected.dtype == torch.float32,
         num_warps=4,

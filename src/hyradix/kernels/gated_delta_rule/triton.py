@@ -83,6 +83,7 @@ class ChunkScratch:
     """By token of the step: inputs (q, k unit and q scaled), what the first launch leaves.
 
     q, k, w, products: ``float16[2, ..]``, high and low numbers (``../triton_halves.py``).
+    keys, solved: the same memory in the order that kernels take it, unbound once.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class ChunkScratch:
         self.g, self.beta = (empty(num_v_heads) for _ in "gb")
         self.w, self.u = halves(num_v_heads, k_dim), empty(num_v_heads, v_dim)
         self.products = halves(num_v_heads, CHUNK)
+        self.keys = *self.q.unbind(), *self.k.unbind()
+        self.solved = *self.w.unbind(), self.u, *self.products.unbind()
 
 
 def chunked_(
@@ -138,7 +141,7 @@ def solve_(chunks: Chunks, scratch: ChunkScratch, config: ChunkConfig, *, is_exa
     launch(
         solve_kernel,
         (num_v_heads, chunks.table.shape[0]),  # neighbours have what stands side by side
-        chunks.table, *x.q, *x.k, x.v, x.g, x.beta, *x.w, x.u, *x.products,
+        chunks.table, *x.keys, x.v, x.g, x.beta, *x.solved,
         num_v_heads, num_v_heads // num_k_heads, dk, dv, CHUNK, all_k, min(64, all_k),
         min(64, power_of_two(dv, least=LEAST_TILE)), CHUNK.bit_length() - 1, is_exact,
         num_warps=config.solve_warps,
@@ -166,8 +169,8 @@ def pass_(
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
-        chunks.table, chunks.offsets, chunks.slots, state, *x.q, *x.k, x.beta, x.g, *x.w, x.u,
-        *x.products, out, out.stride(0),
+        chunks.table, chunks.offsets, chunks.slots, state, *x.keys, x.beta, x.g, *x.solved, out,
+        out.stride(0),
         num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
         block_v, ceil_div(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
