@@ -22,8 +22,11 @@ from hyradix.kernels.rotary.reference import apply_rotary
 
 QUERY_BLOCK = 256
 FEW_QUERIES = 64
+"""Queries that attend without a mask over their prefix."""
 FEW_SCORES = 1 << 18
-"""Queries that attend without a mask over their prefix, and group x length they do it up to."""
+"""Scores of one KV head up to which all heads attend in one product; above, queries go in blocks
+of ``FEW_ROWS`` rows (query x head of the group), whose scores stay in a near cache."""
+FEW_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def attend_row(
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    if q.shape[2] <= FEW_QUERIES and start >= q.shape[2] and group * length <= FEW_SCORES:
+    if q.shape[2] <= FEW_QUERIES and start >= q.shape[2]:
         return _attend_few(q, k.transpose(0, 1), v.transpose(0, 1), start)
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)  # [Hkv, G, L, D], no copy
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
@@ -164,17 +167,32 @@ def attend_row(
 def _attend_few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
     """A few queries behind a long prefix: all see the prefix, so only the end needs a mask.
 
-    q: ``[Hkv, G, n, D]``; k, v: ``[Hkv, L, D]``; returns ``[n, H, D]``. Scores are n G L floats a
-    head. Twice as fast as masking all of it (a question about a cached document).
+    q: ``[Hkv, G, n, D]``; k, v: ``[Hkv, L, D]``; returns ``[n, H, D]``. Twice as fast as masking
+    all of it (a question about a cached document).
     """
-    kv_heads, group, n, dim = q.shape
-    folded = q.reshape(kv_heads, group * n, dim) * dim**-0.5
-    scores = torch.matmul(folded, k.transpose(1, 2)).unflatten(1, (group, n))
+    kv_heads, group, n, _ = q.shape
+    if group * n * k.shape[1] <= FEW_SCORES:
+        out = _attend_block(q, k, v, start)
+    else:
+        out, size = q.new_empty(q.shape), max(1, FEW_ROWS // group)
+        for head in range(kv_heads):
+            one = slice(head, head + 1)
+            for first in range(0, n, size):
+                block, seen = slice(first, first + size), start + min(first + size, n)
+                keys, values = k[one, :seen], v[one, :seen]
+                out[one, :, block] = _attend_block(q[one, :, block], keys, values, start + first)
+    result: torch.Tensor = out.permute(2, 0, 1, 3).flatten(1, 2)
+    return result
+
+
+def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """All scores of some heads at once; ``[Hkv, G, n, D]`` as q. Only the end needs a mask."""
+    _, group, n, dim = q.shape
+    scores = torch.matmul(q.flatten(1, 2) * dim**-0.5, k.transpose(1, 2)).unflatten(1, (group, n))
     hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., start:].masked_fill_(hidden, -torch.inf)
-    out = torch.matmul(scores.flatten(1, 2).softmax(-1), v)
-    result: torch.Tensor = out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2)
-    return result
+    out: torch.Tensor = torch.matmul(scores.flatten(1, 2).softmax(-1), v).unflatten(1, (group, n))
+    return out
 
 
 def gather(pool: torch.Tensor, slots: Int32Array) -> torch.Tensor:
