@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from hyradix.kernels.ops import load_ops
+from hyradix.models.decoder import Decoder
+from hyradix.runner.runner import ModelRunner
 from hyradix.spec_decode.hidden_window import WINDOW, HiddenWindow
 from tests.spec_decode.following import (
     PROMPT,
@@ -212,3 +214,40 @@ def test_outputs_are_those_of_plain_decode_whoever_is_followed(
     found = serve(engine, requests, every=2, aborts={2: 9})
     assert len(found[2]) < 12
     assert found == {**plain, 2: plain[2][: len(found[2])]}
+
+
+@pytest.mark.parametrize("chunk", [0, 70, 3])
+def test_of_a_long_prompt_that_is_passed_over_only_its_end_is_computed_to_the_end(
+    engines: WatchedEngines, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts longer than the window, which their drafts begin with: as where all hidden states
+    are computed, and fewer are."""
+    ids = np.asarray(engines.tokenizer.encode(TEXT)).tolist() * 4
+    first = ids[: 2 * WINDOW + 9]
+    prompts = [first, ids[7 : WINDOW + 13], ids[4:7], first[:-1] + ids[3:8]]
+    requests = [request_of(i + 1, prompt, 9) for i, prompt in enumerate(prompts)]
+    forward, found = Decoder.forward, []
+    for wants_all in (False, True):
+        counts: list[int] = []
+
+        def counted(model, token_ids, context, wanted=None, counts=counts):
+            hidden = forward(model, token_ids, context, wanted)
+            counts.append(len(hidden))
+            return hidden
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Decoder, "forward", counted)
+            if wants_all:
+                patched.setattr(ModelRunner, "_wanted", lambda *_: None)
+            options = {"num_threads": 1, "max_requests": 3, "max_prefill_tokens": chunk, **CHAIN}
+            engine = engines.make(**options)
+            Following(engine, lambda _, depth: depth != PROMPT, None)
+            found.append((serve(engine, requests, every=2), engines.last.seen, sum(counts)))
+    (ours, seen, few), (whole, of_all, many) = found
+    assert ours == whole
+    assert len(seen.drafts) >= 8
+    assert seen.drafts == of_all.drafts
+    assert seen.kv.keys() == of_all.kv.keys()
+    for at, kv in seen.kv.items():
+        assert torch.allclose(kv, of_all.kv[at], rtol=0.0, atol=1e-5), at
+    assert few < many or chunk == 3

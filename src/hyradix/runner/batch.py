@@ -105,33 +105,45 @@ def prepare(
     return PreparedBatch(order, cu_tokens, token_ids, states, queries)
 
 
-def wanted_tokens(
-    batch: ScheduledBatch, prepared: PreparedBatch, verified: TreeRows | None
-) -> WantedTokens | None:
-    """Tokens whose logits are taken: the last of each plain row that samples, then all nodes.
-
-    None: all tokens of the step.
-    """
-    cu_tokens, queries, num_plain = prepared.cu_tokens, prepared.queries, prepared.num_plain
+def logit_tokens(batch: ScheduledBatch, prepared: PreparedBatch) -> Int32Array:
+    """Tokens whose logits are taken: the last of each plain row that samples, then all nodes."""
+    num_plain, cu_tokens = prepared.num_plain, prepared.cu_tokens
     is_sampled = batch.samples[prepared.order[:num_plain]]
     last = cu_tokens[1 : num_plain + 1][is_sampled] - np.int32(1)
-    num_nodes = int(cu_tokens[-1] - cu_tokens[num_plain])
-    if len(last) + num_nodes == int(cu_tokens[-1]):
-        return None
-    nodes = np.arange(cu_tokens[num_plain], cu_tokens[-1], dtype=np.int32)
-    index, counts = np.concatenate([last, nodes]), np.ones(len(last), np.int32)
-    rows, starts = queries.rows[:num_plain][is_sampled], queries.positions[last]
-    trees = None
-    if verified is not None:
-        trees = verified.trees
-        counts = np.concatenate([counts, np.diff(cu_tokens[num_plain:])])
-        rows = np.concatenate([rows, queries.rows[num_plain:]])
-        starts = np.concatenate([starts, queries.starts[num_plain:]])
-    cu_wanted = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=cu_wanted[1:])
+    if num_plain == len(prepared.order):
+        return last
+    return np.concatenate([last, _nodes(prepared)])
+
+
+def last_tokens(prepared: PreparedBatch, most: int) -> Int32Array:
+    """The last tokens of each plain row, ``most`` or all that it has, then all nodes."""
+    cu_tokens = prepared.cu_tokens[: prepared.num_plain + 1]
+    counts = np.minimum(np.diff(cu_tokens), np.int32(most))
+    index = np.arange(counts.sum(), dtype=np.int32)
+    index += np.repeat(cu_tokens[1:] - np.cumsum(counts, dtype=np.int32), counts)
+    return np.concatenate([index, _nodes(prepared)])
+
+
+def _nodes(prepared: PreparedBatch) -> Int32Array:
+    cu_tokens = prepared.cu_tokens
+    return np.arange(cu_tokens[prepared.num_plain], cu_tokens[-1], dtype=np.int32)
+
+
+def wanted_tokens(
+    prepared: PreparedBatch, index: Int32Array, verified: TreeRows | None
+) -> WantedTokens:
+    """Those of ``index``, ascending: at the end of each plain row, and all nodes."""
+    queries = prepared.queries
+    bounds = np.searchsorted(index, prepared.cu_tokens)
+    counts = np.diff(bounds)
+    has_any = counts > 0
+    cu_wanted = np.zeros(np.count_nonzero(has_any) + 1, np.int32)
+    np.cumsum(counts[has_any], out=cu_wanted[1:])
+    positions = queries.positions[index]
     seen = RaggedQueries.of(
-        cu_wanted, rows, starts, queries.positions[index], np.zeros(len(index), np.int32),
-        queries.kv_table, trees=trees,
+        cu_wanted, queries.rows[has_any], positions[cu_wanted[:-1]], positions,
+        np.zeros(len(index), np.int32), queries.kv_table,
+        trees=None if verified is None else verified.trees,
     )  # fmt: skip
     return WantedTokens(index, seen)
 

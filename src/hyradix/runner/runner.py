@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from hyradix.config import EngineConfig
+from hyradix.kernels.attention.queries import WantedTokens
 from hyradix.kernels.ops import Array
 from hyradix.kernels.tree_recurrence.ragged import RaggedTrees
 from hyradix.layers.context import ForwardContext
@@ -32,7 +33,14 @@ from hyradix.request import (
     ScheduledBatch,
     StepOutput,
 )
-from hyradix.runner.batch import PreparedBatch, TreeRows, prepare, wanted_tokens
+from hyradix.runner.batch import (
+    PreparedBatch,
+    TreeRows,
+    last_tokens,
+    logit_tokens,
+    prepare,
+    wanted_tokens,
+)
 from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from hyradix.runner.request_table import RequestTable
@@ -41,6 +49,7 @@ from hyradix.runner.warm_up import compile_kernels, measure_costs
 from hyradix.spec_config import RoundCosts
 from hyradix.spec_decode.acceptance import Accepted, Candidates, TokenSampler, follow
 from hyradix.spec_decode.drafts import Drafts
+from hyradix.spec_decode.hidden_window import WINDOW
 
 HiddenHook = Callable[[ScheduledBatch, Array], None]
 
@@ -127,18 +136,21 @@ class ModelRunner:
         verified = speculation.begin(batch)
         prepared = prepare(batch, self.table, verified)
         arranged = speculation.arrange(batch, prepared, verified) if verified else None
-        context = self._context(prepared, arranged)
-        wanted = wanted_tokens(batch, prepared, verified)
-        wants_all = wanted is not None and self._wants_all(batch, prepared, verified)
-        raw = self._model.forward(prepared.token_ids, context, None if wants_all else wanted)
+        context, taken = self._context(prepared, arranged), logit_tokens(batch, prepared)
+        wanted = self._wanted(batch, prepared, verified, taken)
+        raw = self._model.forward(prepared.token_ids, context, wanted)
         if self._on_hidden is not None:
             self._on_hidden(batch, raw)
         prompts: tuple[PromptLogprobs, ...] = ()
-        of_wanted = raw
-        if wanted is not None and wants_all:
+        of_taken, bounds = raw, prepared.cu_tokens
+        if wanted is not None:
+            taken = np.searchsorted(wanted.index, taken).astype(np.int32)
+            bounds = np.searchsorted(wanted.index, bounds).astype(np.int32)
+        elif len(taken) < len(raw):
             prompts = prompt_logprobs(batch, prepared, raw, self.table, self._model, self._sampler)
-            of_wanted = self._model.ops.select(raw, wanted.index)
-        accepted = self._accept(batch, prepared, verified, of_wanted)
+        if len(taken) < len(raw):
+            of_taken = self._model.ops.select(raw, taken)
+        accepted = self._accept(batch, prepared, verified, of_taken)
         rows = batch.rows[prepared.order][batch.samples[prepared.order]]
         is_wanted = speculation.needs_hidden(batch, verified)
         hidden = self._model.normalize(raw) if is_wanted else None
@@ -149,18 +161,32 @@ class ModelRunner:
             first = int(prepared.cu_tokens[prepared.num_plain])
             of_nodes = None if hidden is None else hidden[first:]
             speculation.keep(batch, arranged, verified, paths, of_nodes)
-        speculation.learn(batch, prepared, accepted, raw, hidden)
+        speculation.learn(batch, prepared, accepted, raw, bounds, hidden)
         return _output(batch.step, rows, accepted, verified, prompts)
 
-    def _wants_all(
-        self, batch: ScheduledBatch, prepared: PreparedBatch, verified: TreeRows | None
-    ) -> bool:
-        """Whether somebody wants the hidden states of tokens that no logits are needed of."""
-        return (
+    def _wanted(
+        self,
+        batch: ScheduledBatch,
+        prepared: PreparedBatch,
+        verified: TreeRows | None,
+        taken: Int32Array,
+    ) -> WantedTokens | None:
+        """The tokens whose hidden states anybody wants; None: all of them.
+
+        taken: those whose logits are taken.
+        """
+        num_tokens = len(prepared.token_ids)
+        wants_all = len(taken) == num_tokens or (
             self._on_hidden is not None
-            or self.speculation.takes_hidden(batch, verified)
+            or self.speculation.needs_hidden(batch, verified)
             or wants_prompt_logprobs(batch, prepared, self.table)
         )
+        if wants_all:
+            return None
+        index = taken
+        if self.speculation.window is not None:
+            index = last_tokens(prepared, WINDOW)
+        return None if len(index) == num_tokens else wanted_tokens(prepared, index, verified)
 
     def _accept(
         self,
@@ -171,7 +197,7 @@ class ModelRunner:
     ) -> Accepted:
         """Sample where the batch says so, follow the drafts, put the tokens in the table.
 
-        hidden: of ``wanted_tokens``.
+        hidden: of ``logit_tokens``.
         """
         num_plain = prepared.num_plain
         plain = prepared.order[:num_plain]

@@ -71,12 +71,8 @@ class Speculation:
         return self.proposer is not None and self.proposer.uses_hidden
 
     def needs_hidden(self, batch: ScheduledBatch, verified: TreeRows | None) -> bool:
-        """Whether anybody wants the hidden states of this step."""
+        """Whether anybody wants the hidden states of all tokens of this step."""
         return self.uses_hidden and (verified is not None or _num_followed(batch) > 0)
-
-    def takes_hidden(self, batch: ScheduledBatch, verified: TreeRows | None) -> bool:
-        """Whether it is to be given those of all tokens of this step."""
-        return self.window is not None or self.needs_hidden(batch, verified)
 
     def enter(self, batch: ScheduledBatch) -> None:
         """Requests enter rows, after the copies that their states begin with."""
@@ -217,12 +213,14 @@ class Speculation:
         prepared: PreparedBatch,
         accepted: Accepted,
         raw: Array,
+        bounds: Int32Array,
         hidden: Array | None,
     ) -> None:
         """Tell the proposer what the rows that it follows have consumed, and what comes next.
 
-        raw: what the model's ``forward`` returned, of all tokens where ``takes_hidden``; hidden:
-        the same, normalised; None where nobody is followed.
+        raw: what the model's ``forward`` returned, with a window the last ``WINDOW`` tokens of each
+        row at least. bounds: ``int32[N+1]``, where the rows' stand in it. hidden: of all tokens,
+        normalised; None where nobody is followed.
         """
         if self.proposer is None or not self.proposer.keeps_up:
             return
@@ -234,7 +232,7 @@ class Speculation:
                 self.window.pass_over(rows, starts + np.int32(1), raw)
             return
         if num_followed < batch.num_rows:
-            self._pass_over(batch, prepared, raw)
+            self._pass_over(batch, prepared, raw, bounds)
         if num_followed == 0:
             return
         order = prepared.order
@@ -288,7 +286,9 @@ class Speculation:
         own_from = self.own_from[step.rows]
         return replace(step, starts=step.starts - counts, write_from=own_from, hidden=hidden)
 
-    def _pass_over(self, batch: ScheduledBatch, prepared: PreparedBatch, raw: Array) -> None:
+    def _pass_over(
+        self, batch: ScheduledBatch, prepared: PreparedBatch, raw: Array, bounds: Int32Array
+    ) -> None:
         """Tell the proposer which slots the rows that are not followed have written."""
         assert self.proposer is not None
         if self.window is not None:
@@ -296,7 +296,7 @@ class Speculation:
             of = prepared.order[places]
             ends, counts = batch.starts[of] + batch.num_tokens[of], batch.num_tokens[of]
             counts = np.minimum(counts, np.int32(WINDOW))
-            firsts = prepared.cu_tokens[places + 1] - np.cumsum(counts)
+            firsts = bounds[places + 1] - np.cumsum(counts)
             tokens = np.arange(counts.sum()) + np.repeat(firsts, counts)
             missed = self.model.ops.select(raw, tokens.astype(np.int32))
             self.window.pass_over(batch.rows[of], ends, missed, counts)
