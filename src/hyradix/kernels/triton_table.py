@@ -157,6 +157,13 @@ _UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of the weight
 _GATED_UNITS: dict[str, Rows[LinearConfig]] = {  # by rows of x
     "default": ((1, LinearConfig(128, 128, 4, 3)), (17, LinearConfig(128, 64, 4, 5))),
 }
+_PLAIN_UNITS: dict[str, Rows[LinearConfig]] = {  # without tensor descriptors
+    "default": (
+        (1, LinearConfig(64, 128, 2, 4, splits=4)),
+        (8_192, LinearConfig(64, 128, 4, 4)),
+    ),
+}
+_PLAIN_GATED_UNITS: dict[str, LinearConfig] = {"default": LinearConfig(128, 64, 4, 5)}
 _VECTOR: dict[str, tuple[Rows[LinearConfig], ...]] = {  # of one row, two: by rows of the weight
     "default": (
         (
@@ -242,12 +249,22 @@ def max_fused_rows(device: torch.device, outputs: int, *, has_descriptors: bool)
 
 
 def linear_config(
-    device: torch.device, outputs: int, inputs: int, rows: int, *, is_gated: bool
+    device: torch.device,
+    outputs: int,
+    inputs: int,
+    rows: int,
+    *,
+    is_gated: bool,
+    has_descriptors: bool,
 ) -> LinearConfig:
     """For ``rows`` times a weight ``[outputs, inputs]``; is_gated: of gates and ups."""
     vectors = _of(_VECTOR, device)
-    if rows > len(vectors):
+    if rows > len(vectors) and has_descriptors:
         return _choose(_GATED_UNITS, device, rows) if is_gated else _choose(_UNITS, device, outputs)
+    if rows > len(vectors):
+        return (
+            _of(_PLAIN_GATED_UNITS, device) if is_gated else _choose(_PLAIN_UNITS, device, outputs)
+        )
     if inputs >= _LONG_INPUTS > outputs:
         return _of(_LONG_VECTOR, device)[rows - 1]
     return _fitting(vectors[rows - 1], outputs)

@@ -69,7 +69,10 @@ def few_rows_linear(
     assert x.stride(1) == weight.stride(1) == out.stride(1) == 1
     assert not (is_swiglu and residual is not None)
     outputs = out.shape[1]
-    config = config or linear_config(x.device, weight.shape[0], size, rows, is_gated=is_swiglu)
+    config = config or linear_config(
+        x.device, weight.shape[0], size, rows, is_gated=is_swiglu,
+        has_descriptors=has_descriptors(x.device),
+    )  # fmt: skip
     if config.has_units:
         if norm is not None:
             x = add_rms_norm(x, None, norm, eps, x, torch.empty_like(x))
