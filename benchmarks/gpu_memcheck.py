@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.figures import FRAME  # noqa: E402
+from benchmarks.gpu_session import run_limited  # noqa: E402
+from benchmarks.gpu_stages import Stage, environment  # noqa: E402
 
 FOLDER = "tests/kernels/triton_kernels"
 LEFT_OUT = ("test_large_pools.py",)
@@ -42,23 +40,10 @@ def check(tool: str, file: str, limit_s: float) -> dict[str, Any]:
     """What became of one file."""
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest"]
     command += ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu", f"{FOLDER}/{file}"]
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it sees one large block
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **uncached}
+    stage = Stage(file, limit_s, command, environment=uncached)
     started = time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = None
-        log.seek(0)
-        output = log.read().decode(errors="replace")
+    code, output = run_limited(command, environment(stage), limit_s)
     return {"seconds": round(time.monotonic() - started, 1), **read(output, code)}
 
 

@@ -35,14 +35,15 @@ LOG_BYTES = 2 << 20
 """Of one stage's output, its end."""
 
 
-def run_stage(stage: Stage, limit_s: float) -> tuple[dict[str, Any], str]:
-    """Its entry, and what it printed. The limit ends its whole group of processes."""
-    started = time.monotonic()
-    assert stage.command is not None
+def run_limited(
+    command: list[str], environment: dict[str, str], limit_s: float
+) -> tuple[int | None, str]:
+    """The exit code (None: over its limit, which ends its whole group of processes), and the end
+    of what it printed."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            stage.command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-            env=environment(stage), start_new_session=True,
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
+            start_new_session=True,
         )  # fmt: skip
         try:
             code: int | None = process.wait(limit_s)
@@ -53,7 +54,14 @@ def run_stage(stage: Stage, limit_s: float) -> tuple[dict[str, Any], str]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
-        output = log.read().decode(errors="replace")
+        return code, log.read().decode(errors="replace")
+
+
+def run_stage(stage: Stage, limit_s: float) -> tuple[dict[str, Any], str]:
+    """Its entry, and what it printed."""
+    started = time.monotonic()
+    assert stage.command is not None
+    code, output = run_limited(stage.command, environment(stage), limit_s)
     status = {0: "ok", None: f"over its limit of {limit_s:.0f} s"}.get(code, f"failed ({code})")
     entry: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     try:

@@ -101,10 +101,14 @@ class DeviceForward:
 
     def _decode_part(self, columns: DecodeColumns, size: int, first: int) -> Part:
         """Of ``size`` rows, whose tokens stand from ``first`` on."""
+        return self._singles(columns.rows, columns.starts, size, first)
+
+    def _singles(self, rows: torch.Tensor, positions: torch.Tensor, size: int, first: int) -> Part:
+        """``size`` tokens from ``first`` on, each of another row."""
         queries = DeviceQueries(
             self._offsets[: size + 1],
-            columns.rows,
-            columns.starts,
+            rows,
+            positions,
             self._blocks[:size],
             self._tables.kv_slots,
         )
@@ -158,18 +162,10 @@ class DeviceForward:
     def _wanted(self, sent: OnDevice) -> DeviceWanted:
         """The last tokens of rows that are sampled from: they attend as decodes do."""
         index, size = sent["last"], len(sent["last"])
-        parts: tuple[Part, ...] = ()
-        if size:
-            queries = DeviceQueries(
-                self._offsets[: size + 1],
-                sent["last_rows"],
-                sent["last_positions"],
-                self._blocks[:size],
-                self._tables.kv_slots,
-            )
-            config = self._attend_config(np.ones(size, np.int32))
-            parts = (Part(slice(0, size), queries, config),)
-        return DeviceWanted(index, parts)
+        if not size:
+            return DeviceWanted(index, ())
+        part = self._singles(sent["last_rows"], sent["last_positions"], size, 0)
+        return DeviceWanted(index, (part,))
 
     def _prefill_part(self, plan: StepPlan, sent: OnDevice) -> Part:
         queries = DeviceQueries(
