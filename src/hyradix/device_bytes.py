@@ -38,6 +38,10 @@ PRODUCT_PARTS = 1 << 20
 """Numbers of the parts of split products (and a counter for each 256)."""
 EXPERT_TOKENS = 4096
 """Tokens that a mixture of experts works on at a time."""
+PREFILL_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of steps with prefill that are captured: of more the device takes longer than the host."""
+PREFILL_ROWS = 8
+"""Rows that prefill in such a step, at most."""
 DRAW_ROWS = 32
 """Rows that are drawn from at a time, and bytes of a logit meanwhile (float64 weights, their sums
 and a sort)."""
@@ -103,6 +107,11 @@ def ladder(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_rows))
 
 
+def prefill_ladder(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of steps with prefill that are captured, where a step has up to ``max_tokens``."""
+    return tuple(size for size in PREFILL_SIZES if size <= max_tokens)
+
+
 def beside_pools(
     forward: ForwardShape,
     recurrent: RecurrentShape,
@@ -120,8 +129,16 @@ def beside_pools(
         scratch=scratch_bytes(forward, recurrent, step, element_bytes),
         tables=table_bytes(forward, step),
         peak=step.max_tokens * token + logits + drawing,
-        graphs=step.max_requests * token + len(ladder(step.max_requests)) * GRAPH_BYTES,
+        graphs=_graph_bytes(step, token),
     )
+
+
+def _graph_bytes(step: StepSize, token: int) -> int:
+    """Graphs share one pool: the largest step's activations, ``token`` bytes for each token."""
+    decodes = ladder(step.max_requests)
+    prefills = prefill_ladder(step.max_tokens - step.max_requests)
+    most = max(*decodes, *prefills)
+    return most * token + (len(decodes) + len(prefills)) * GRAPH_BYTES
 
 
 def scratch_bytes(
@@ -152,7 +169,8 @@ def gathered_keys(dim: int, itemsize: int) -> int:
 
 
 def table_bytes(forward: ForwardShape, step: StepSize) -> int:
-    """Token and KV tables with their sink rows, and the logits of a decode step."""
+    """Token and KV tables with their sink rows, and the logits of captured steps."""
     columns = step.max_context + 1 + step.table_width
     tables = (step.max_requests + 1) * columns
-    return 4 * (tables + step.max_requests * forward.vocab_size)
+    rows = step.max_requests + min(step.max_requests, PREFILL_ROWS)
+    return 4 * (tables + rows * forward.vocab_size)

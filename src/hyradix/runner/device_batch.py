@@ -79,6 +79,35 @@ class StepPlan:
         return counts
 
     @property
+    def num_prefill_keys(self) -> Int32Array:
+        """Keys that each of them sees, its own included."""
+        ends: Int32Array = self.batch.starts[self.order[: self.num_prefill]] + self.prefill_counts
+        return ends
+
+    @property
+    def num_prefill_sampling(self) -> int:
+        """How many of them are sampled from."""
+        return int(np.searchsorted(self.sampling, self.num_prefill))
+
+    @property
+    def decode_sampling(self) -> Int64Array:
+        """Numbers, among the rows that decode, of those that are sampled from."""
+        return self.sampling[self.num_prefill_sampling :] - self.num_prefill
+
+    @property
+    def prefill_alone(self) -> StepPlan:
+        """The same step without the rows that decode, with arrays of its own."""
+        count, num_sampling = self.num_prefill, self.num_prefill_sampling
+        return StepPlan(
+            self.batch,
+            self.order[:count],
+            self.cu_tokens[: count + 1],
+            count,
+            self.sampling[:num_sampling],
+            self.positions[:num_sampling],
+        )
+
+    @property
     def sampling_rows(self) -> Int32Array:
         """``int32[M]`` request rows."""
         rows: Int32Array = self.batch.rows[self.order[self.sampling]]

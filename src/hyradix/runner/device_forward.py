@@ -46,7 +46,10 @@ OnDevice = Mapping[str, torch.Tensor]
 
 
 class DeviceForward:
-    """logits: ``float32[max_rows, V]``, found: ``int32[2, max_rows]`` of the last decode step."""
+    """logits: ``float32[max_rows, V]``, found: ``int32[2, max_rows]`` of the last decode step.
+
+    group: query heads of a KV head.
+    """
 
     def __init__(
         self,
@@ -67,17 +70,17 @@ class DeviceForward:
         zeros = torch.zeros_like(self._offsets)
         self._blocks = torch.stack([self._offsets, zeros], 1)
         self._columns = columns
-        self._group = model.config.num_heads // model.config.num_kv_heads
+        self.group = model.config.num_heads // model.config.num_kv_heads
         self.logits = torch.zeros(max_rows, model.config.vocab_size, device=device)
         self.found = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
-    def _attend_config(self, counts: Int32Array, *, is_gathered: bool = False) -> AttendConfig:
+    def attend_config(self, counts: Int32Array, *, is_gathered: bool = False) -> AttendConfig:
         """Of rows with so many tokens that attend in one launch."""
         config = self._model.config
         return attend_config(
             self._model.ops.device,
-            rows=int(counts.max()) * self._group,
-            programs=num_programs(counts, self._group, config.num_kv_heads),
+            rows=int(counts.max()) * self.group,
+            programs=num_programs(counts, self.group, config.num_kv_heads),
             dim=config.head_dim,
             itemsize=self._model.ops.dtype.itemsize,
             is_gathered=is_gathered,
@@ -113,7 +116,7 @@ class DeviceForward:
             self._tables.kv_slots,
         )
         return Part(
-            slice(first, first + size), queries, self._attend_config(np.ones(size, np.int32))
+            slice(first, first + size), queries, self.attend_config(np.ones(size, np.int32))
         )
 
     # ---- steps with prefill ---------------------------------------------------------------------
@@ -122,18 +125,29 @@ class DeviceForward:
         """What ``mixed`` needs goes into ``plan.arrays``."""
         planner.lay_out(plan)
         if plan.num_prefill:
-            gathers_keys = self._gathers_keys(plan)
-            config = self._attend_config(plan.prefill_counts, is_gathered=gathers_keys)
-            tokens = tokens_per_block(config, self._group)
+            gathers_keys = self.gathers_keys(plan.prefill_counts, plan.num_prefill_keys)
+            config = self.attend_config(plan.prefill_counts, is_gathered=gathers_keys)
+            tokens = tokens_per_block(config, self.group)
             planner.lay_out_prefill(plan, tokens, gathers_keys=gathers_keys)
 
-    def _gathers_keys(self, plan: StepPlan) -> bool:
-        config, counts = self._model.config, plan.prefill_counts
-        if config.latent is not None:
-            return False
-        num_keys = plan.batch.starts[plan.order[: plan.num_prefill]] + counts
-        itemsize = self._model.ops.dtype.itemsize
-        return gathers(counts, num_keys, self._group, dim=config.head_dim, itemsize=itemsize)
+    def gathers_keys(self, counts: Int32Array, num_keys: Int32Array) -> bool:
+        """Whether rows of so many tokens that see so many keys have those copied first."""
+        config, itemsize = self._model.config, self._model.ops.dtype.itemsize
+        return config.latent is None and gathers(
+            counts, num_keys, self.group, dim=config.head_dim, itemsize=itemsize
+        )
+
+    def padded(self, sent: OnDevice, config: AttendConfig) -> torch.Tensor:
+        """Hidden states ``[M, hidden]`` of the rows that are sampled from, where all prefill.
+
+        sent: as ``mixed``, of padded sizes, blocks of queries made for ``config``.
+        """
+        tokens = DeviceTokens(
+            sent["positions"], sent["write_slots"], (self._prefill_part(sent, config),)
+        )
+        token_ids = self._tables.tokens.index_select(0, sent["token_at"])
+        states = _states(sent, num_usual=1)
+        return self._run(token_ids, tokens, states, None, len(token_ids), self._wanted(sent))
 
     def mixed(
         self,
@@ -149,7 +163,9 @@ class DeviceForward:
         """
         first, parts = plan.num_prefill_tokens, []
         if plan.num_prefill:
-            parts.append(self._prefill_part(plan, sent))
+            is_gathered = "key_blocks" in sent
+            config = self.attend_config(plan.prefill_counts, is_gathered=is_gathered)
+            parts.append(self._prefill_part(sent, config))
         if plan.num_decodes:
             parts.append(self._decode_part(columns, plan.num_decodes, first))
         tokens = DeviceTokens(sent["positions"], sent["write_slots"], tuple(parts))
@@ -167,7 +183,7 @@ class DeviceForward:
         part = self._singles(sent["last_rows"], sent["last_positions"], size, 0)
         return DeviceWanted(index, (part,))
 
-    def _prefill_part(self, plan: StepPlan, sent: OnDevice) -> Part:
+    def _prefill_part(self, sent: OnDevice, config: AttendConfig) -> Part:
         queries = DeviceQueries(
             sent["seq_cu"],
             sent["seq_rows"],
@@ -178,8 +194,7 @@ class DeviceForward:
         keys = None
         if "key_blocks" in sent:
             keys = DeviceKeys(sent["key_blocks"], sent["key_offsets"])
-        config = self._attend_config(plan.prefill_counts, is_gathered=keys is not None)
-        return Part(slice(0, plan.num_prefill_tokens), queries, config, keys)
+        return Part(slice(0, len(sent["seq_of"])), queries, config, keys)
 
     def _run(
         self,
@@ -210,8 +225,8 @@ class DeviceForward:
         return hidden
 
 
-def _states(sent: OnDevice) -> DeviceStates:
-    chunks = Chunks(sent["seq_chunks"], sent["seq_chunk_offsets"], sent["seq_slots"])
+def _states(sent: OnDevice, num_usual: int = 0) -> DeviceStates:
+    chunks = Chunks(sent["seq_chunks"], sent["seq_chunk_offsets"], sent["seq_slots"], num_usual)
     return DeviceStates(
         cu_seqlens=sent["seq_cu"],
         sequences=sent["seq_of"],

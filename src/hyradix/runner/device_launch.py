@@ -6,8 +6,11 @@ Does not know: queues of steps, what comes up from them.
 Invariants:
 - All launches go to the current stream, in the order of steps.
 - What a launch reads from the host is pinned, and unchanged until a fence behind it has passed.
+- Rows that prefill and rows that decode may run in two forwards of one step, padded each: neither
+  reads what the other writes.
 - Nothing waits, but for rows whose sampling needs the host, and for prompt logprobs.
-Read next: ``device_batch.py`` (the numbers), ``device_forward.py``, ``staging.py``.
+Read next: ``device_batch.py`` (the numbers), ``device_forward.py``, ``device_prefill.py``,
+``staging.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from hyradix.runner.decode_form import DecodeForm
 from hyradix.runner.device_batch import Planner, StepPlan
 from hyradix.runner.device_forward import DeviceForward
 from hyradix.runner.device_log import LAST, ROOM, SAVES, DeviceLog
+from hyradix.runner.device_prefill import PaddedPrefill, RowResults
 from hyradix.runner.device_tables import DeviceTables
-from hyradix.runner.graphs import Graphs
+from hyradix.runner.graphs import Graphs, capture_all
 from hyradix.runner.pools import Pools
 from hyradix.runner.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from hyradix.runner.request_table import RequestTable
@@ -52,14 +56,31 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Says that a step is made up, and runs as steps do that no graph holds. wants_all: as if
+    somebody asked for the hidden states of all tokens."""
+
+    wants_all: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Sizes of the graphs that a step is; 0: it has no rows of the kind."""
+
+    prefill: int
+    decodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward left. logits, found: of M sampling rows, the latter with greedy tokens, which
-    the token table has already. hidden: of all tokens, where their logprobs are asked for."""
+    """What a forward left. logits (or none, where nobody reads them), found: of M sampling rows,
+    the latter with greedy tokens, which the token table has already. hidden: of all tokens, where
+    their logprobs are asked for."""
 
     logits: torch.Tensor
     found: torch.Tensor
     next_at: torch.Tensor
-    hidden: torch.Tensor | None
+    hidden: torch.Tensor | None = None
 
 
 class Launcher:
@@ -99,19 +120,23 @@ class Launcher:
         )
         self.planner = Planner(self.table, self.tables, form, self.log)
         sizes = ladder(max_rows) if has_graphs else ()
-        self._graphs = Graphs(device, sizes, self._forward.decode)
+        self._decodes = Graphs(device, sizes, self._forward.decode, self._clear_decodes)
+        self._prefill = PaddedPrefill(
+            model, config, self.tables, self._forward, has_graphs=has_graphs
+        )
 
     def capture(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture the graphs on padding alone."""
-        self._form.clear()
-        self._staging.send(self._form.numbers, [])
-        self._graphs.capture(on_progress)
+        capture_all([self._decodes, self._prefill.graphs], on_progress)
 
-    def rehearse_decodes(self) -> None:
-        """Steps of decodes of every size, on padding alone."""
+    def rehearse_padded(self) -> None:
+        """Padded steps of every size, on padding alone."""
+        self._decodes.rehearse()
+        self._prefill.graphs.rehearse()
+
+    def _clear_decodes(self, _: int) -> None:
         self._form.clear()
         self._staging.send(self._form.numbers, [])
-        self._graphs.rehearse()
 
     def rehearse_moves(self) -> None:
         """Folds and copies of padding, which move nothing."""
@@ -121,17 +146,14 @@ class Launcher:
             self.log.rehearse()
 
     def launch(
-        self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool, wants_all: bool
+        self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool, rehearsal: Rehearsal | None
     ) -> Launched:
-        """Launch a step. drawn: rows that sample on the device beyond the argmax.
-
-        wants_all: as if somebody asked for the hidden states of all tokens.
-        """
+        """Launch a step. drawn: rows that sample on the device beyond the argmax."""
         num_rows = len(plan.order)
-        size = None
-        if num_rows and not plan.num_prefill:
-            size = self._graphs.size_for(num_rows)
-        if size is None and num_rows:
+        wants_all = wants_prompt_logprobs(plan.batch, plan, self.table)
+        wants_all |= rehearsal is not None and rehearsal.wants_all
+        padded = None if wants_all or rehearsal is not None else self._padded(plan)
+        if padded is None and num_rows:
             self._forward.lay_out(plan, self.planner)
         sent = self._send(plan, drawn)
         self._prepare(sent)
@@ -140,7 +162,10 @@ class Launcher:
             return Launched(np.zeros((2, 0), np.int32))
         if self._before_forward is not None:
             self._before_forward()
-        computed = self._compute(plan, size, sent, wants_all)
+        if padded is None:
+            computed = self._mixed(plan, sent, wants_all)
+        else:
+            computed = self._replay(plan, padded, sent, needs_logits=needs_host or bool(drawn))
         if needs_host:
             self._settle(sent)  # what was sent is there until more is sent
             return self._sample_on_host(plan, computed)
@@ -148,13 +173,28 @@ class Launcher:
         self._settle(sent)
         return launched
 
+    def _padded(self, plan: StepPlan) -> Padded | None:
+        """The graphs that a step is, their numbers laid out. None: it is none."""
+        decodes: int | None = 0
+        prefill: int | None = 0
+        if plan.num_decodes:
+            decodes = self._decodes.size_for(plan.num_decodes)
+        if plan.num_prefill and decodes is not None:
+            prefill = self._prefill.lay_out(plan, self.planner)
+        if decodes is None or prefill is None or not (decodes or prefill):
+            return None
+        if prefill:
+            self._prefill.send()
+        index = plan.decode_sampling
+        if len(index) < plan.num_decodes:
+            plan.arrays["sampling"] = index
+        return Padded(prefill, decodes)
+
     def _send(self, plan: StepPlan, drawn: list[Drawn]) -> dict[str, torch.Tensor]:
         """One copy to the device; what was sent, by name."""
         arrays: dict[str, Numbers] = dict(plan.arrays)
         for i, group in enumerate(drawn):
             arrays[f"draw_index{i}"], arrays[f"draw_numbers{i}"] = group.index, group.numbers
-        if len(plan.sampling) < plan.num_decodes and not plan.num_prefill:
-            arrays["sampling"] = plan.sampling
         views = self._staging.send(self._form.numbers, list(arrays.values()))
         return dict(zip(arrays, views, strict=True))
 
@@ -176,14 +216,24 @@ class Launcher:
             self.log.fold(SAVES, sent)
             self.log.fold(LAST, sent)
 
-    def _compute(
-        self, plan: StepPlan, size: int | None, sent: OnDevice, wants_all: bool
+    def _replay(
+        self, plan: StepPlan, padded: Padded, sent: OnDevice, *, needs_logits: bool
     ) -> Computed:
-        """The forward, and greedy tokens."""
-        if size is None:
-            wants_all |= wants_prompt_logprobs(plan.batch, plan, self.table)
-            return self._mixed(plan, sent, wants_all)
-        self._graphs.replay(size)
+        """The forwards, and greedy tokens."""
+        parts = []
+        if padded.prefill:
+            self._prefill.graphs.replay(padded.prefill)
+            parts.append(self._prefill.results(padded.prefill, plan.num_prefill_sampling))
+        if padded.decodes:
+            self._decodes.replay(padded.decodes)
+            parts.append(self._decoded(plan, sent))
+        if len(parts) == 1:
+            return Computed(*parts[0])
+        logits, found, next_at = zip(*parts, strict=True)
+        whole = torch.cat(logits) if needs_logits else logits[0][:0]
+        return Computed(whole, torch.cat(found, 1), torch.cat(next_at))
+
+    def _decoded(self, plan: StepPlan, sent: OnDevice) -> RowResults:
         count = plan.num_decodes
         logits, found = self._forward.logits[:count], self._forward.found[:, :count]
         next_at = self._columns[count].next_at
@@ -191,7 +241,7 @@ class Launcher:
             index = sent["sampling"]
             logits, found = logits.index_select(0, index), found.index_select(1, index)
             next_at = next_at.index_select(0, index)
-        return Computed(logits, found, next_at, None)
+        return logits, found, next_at
 
     def _mixed(self, plan: StepPlan, sent: OnDevice, wants_all: bool) -> Computed:
         """Where most tokens are sampled from, to leave out the others is not worth the copies."""

@@ -27,6 +27,7 @@ from hyradix.request import (
     StateOpKind,
     StepOutput,
 )
+from hyradix.runner.device_launch import Rehearsal
 
 TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 128, 129, 256, 512)
 """Prefill tokens of steps that are tried: products of few rows are kernels of their own, and an
@@ -44,8 +45,8 @@ class Steps(Protocol):
 
     config: EngineConfig
 
-    def execute(self, batch: ScheduledBatch, *, wants_all: bool) -> StepOutput:
-        """Run one step and wait for it. wants_all: with the hidden states of all tokens."""
+    def execute(self, batch: ScheduledBatch, *, rehearsal: Rehearsal) -> StepOutput:
+        """Run one step and wait for it."""
 
 
 def rehearse(runner: Steps, on_progress: Callable[[int, int], None], *, is_device: bool) -> None:
@@ -55,7 +56,7 @@ def rehearse(runner: Steps, on_progress: Callable[[int, int], None], *, is_devic
     for done, batch in enumerate(batches):
         on_progress(done, len(batches))
         for wants_all in (False, True) if is_device else (False,):
-            runner.execute(batch, wants_all=wants_all)
+            runner.execute(batch, rehearsal=Rehearsal(wants_all))
     on_progress(len(batches), len(batches))
 
 
@@ -65,7 +66,7 @@ def rehearse_largest(runner: Steps) -> None:
     config = runner.config
     counts = _split(config.max_prefill_tokens, config)
     batch = _batch(config, counts, config.max_requests - len(counts), SAMPLINGS[-1:])
-    runner.execute(batch, wants_all=True)
+    runner.execute(batch, rehearsal=Rehearsal(wants_all=True))
 
 
 def _batches(config: EngineConfig, sizes: tuple[int, ...]) -> Iterator[ScheduledBatch]:

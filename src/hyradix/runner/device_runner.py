@@ -27,7 +27,7 @@ from hyradix.kernels.triton_ahead import compiled_ahead
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, ScheduledBatch, StepOutput
 from hyradix.runner.device_batch import StepPlan
-from hyradix.runner.device_launch import BeforeForward, Launched, Launcher
+from hyradix.runner.device_launch import BeforeForward, Launched, Launcher, Rehearsal
 from hyradix.runner.device_rehearsal import rehearse, rehearse_largest
 from hyradix.runner.pools import Pools
 from hyradix.runner.staging import Pending
@@ -41,7 +41,8 @@ class DeviceRunner:
     """Implements ``hyradix.request.Runner`` for engines without drafts on ``TritonOps``.
 
     before_forward (tests): runs on the stream before every forward, to delay it.
-    has_graphs: decode in padded steps, which on a GPU are captured; else as mixed steps do.
+    has_graphs: decodes and little prefill in padded steps, which on a GPU are captured; else all as
+    mixed steps.
     """
 
     def __init__(
@@ -74,18 +75,15 @@ class DeviceRunner:
     # ---- the contract ---------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def submit(self, batch: ScheduledBatch, *, wants_all: bool = False) -> None:
-        """Plan and launch a step. Waits only for what the module's docstring names.
-
-        wants_all: as if logprobs of all prompts' tokens were asked for (rehearsals).
-        """
+    def submit(self, batch: ScheduledBatch, *, rehearsal: Rehearsal | None = None) -> None:
+        """Plan and launch a step. Waits only for what the module's docstring names."""
         with self._on_stream():
             plan = self.launcher.planner.plan(batch)
             self._init_rows(batch)
             rows, positions = plan.sampling_rows, plan.positions
             needs_host = self._controls.need_host(rows, positions)
             drawn = [] if needs_host else self._controls.draw(rows, positions)
-            launched = self.launcher.launch(plan, drawn, needs_host=needs_host, wants_all=wants_all)
+            launched = self.launcher.launch(plan, drawn, needs_host=needs_host, rehearsal=rehearsal)
         self._in_flight.append((plan, launched))
 
     def collect(self) -> StepOutput:
@@ -94,10 +92,10 @@ class DeviceRunner:
         found = launched.found
         return _output(plan, launched, found.wait() if isinstance(found, Pending) else found)
 
-    def execute(self, batch: ScheduledBatch, *, wants_all: bool = False) -> StepOutput:
+    def execute(self, batch: ScheduledBatch, *, rehearsal: Rehearsal | None = None) -> StepOutput:
         """Run one step and wait for it. Nothing else may be in flight."""
         assert not self._in_flight
-        self.submit(batch, wants_all=wants_all)
+        self.submit(batch, rehearsal=rehearsal)
         return self.collect()
 
     # ---- start ----------------------------------------------------------------------------------
@@ -115,7 +113,7 @@ class DeviceRunner:
             if is_ahead:
                 rehearse(self, lambda *_: None, is_device=True)
                 self.launcher.rehearse_moves()
-                self.launcher.rehearse_decodes()
+                self.launcher.rehearse_padded()
                 self.wait()
 
     @torch.inference_mode()

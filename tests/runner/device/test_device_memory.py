@@ -35,7 +35,7 @@ def test_pools_logs_tables_and_scratch_are_what_was_planned(runner: DeviceRunner
         max_context=config.max_context,
         table_width=config.table_width,
     )
-    logits = launcher._forward.logits.nbytes
+    logits = launcher._forward.logits.nbytes + launcher._prefill.logits.nbytes
     assert launcher.tables.num_bytes + logits == table_bytes(facts.forward, step)
     assert launcher.scratch_bytes == scratch_bytes(facts.forward, facts.recurrent, step, 4)
 

@@ -70,8 +70,8 @@ def test_decodes_beside_a_chunk_are_decodes_alone(world, device, monkeypatch) ->
     monkeypatch.setitem(triton_table._MULTIPROCESSORS, "cpu", 4)
     decodes, chunk = {0: 1, 1: 1}, {2: NEW}
     alone = last_step(world, device, decodes)
-    prefill = last_step(world, device, chunk)
-    mixed = last_step(world, device, {**decodes, **chunk})
+    prefill = last_step(world, device, chunk, has_graphs=False)
+    mixed = last_step(world, device, {**decodes, **chunk}, has_graphs=False)
 
     whole, (first, second) = alone.tokens.parts[0], mixed.tokens.parts
     assert (first.tokens, second.tokens) == (slice(0, NEW), slice(NEW, NEW + 2))
@@ -119,9 +119,9 @@ def test_nothing_depends_on_tokens_that_nobody_asks_for(
 @pytest.mark.slow
 def test_a_chunk_whose_keys_were_copied_is_the_same(world, device, monkeypatch) -> None:
     work = {0: 1, 1: 1, 2: NEW}
-    by_slots = last_step(world, device, work)
+    by_slots = last_step(world, device, work, has_graphs=False)
     monkeypatch.setattr(triton_gather, "LEAST_READS", 0)
-    copied = last_step(world, device, work)
+    copied = last_step(world, device, work, has_graphs=False)
 
     assert [part.keys is None for part in by_slots.tokens.parts] == [True, True]
     assert [part.keys is None for part in copied.tokens.parts] == [False, True]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from hyradix.config import Settings
-from hyradix.device_bytes import ladder
+from hyradix.device_bytes import ladder, prefill_ladder
 from hyradix.engine.build import build_engine
 from hyradix.engine.demo import demo_directory
 from hyradix.kernels import triton_support
@@ -57,7 +57,7 @@ def test_an_engine_is_built_on_the_asynchronous_runner(world: World, checkpoint:
     assert engine.runner.measure_peak() == 0
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
     assert stages == ["weights", "kernels", "graphs"]
-    sizes = len(ladder(3))
+    sizes = len(ladder(3)) + len(prefill_ladder(16))
     assert [news for news in told if news[0] == "graphs"] == [
         ("graphs", done, sizes) for done in range(sizes + 1)
     ]
@@ -79,7 +79,7 @@ def test_steps_whose_kernels_are_only_compiled_need_no_result_of_theirs(
         with torch.inference_mode():
             rehearse(engine.runner, lambda *_: None, is_device=True)
             engine.runner.launcher.rehearse_moves()
-            engine.runner.launcher.rehearse_decodes()
+            engine.runner.launcher.rehearse_padded()
     finally:
         torch.use_deterministic_algorithms(False)
     assert len({kernel.__name__ for kernel in left_out}) > 5

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hyradix.device_bytes import ladder
+from hyradix.device_bytes import ladder, prefill_ladder
 from hyradix.request import SINK
 from hyradix.runner.decode_form import DecodeForm
-from hyradix.runner.graphs import Graphs, uncollected
+from hyradix.runner.graphs import Graphs, capture_all, uncollected
 
 CPU = torch.device("cpu")
+NOTHING = (lambda size: None, lambda size: None)
 
 
 def test_the_ladder() -> None:
@@ -27,24 +28,43 @@ def test_the_ladder() -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 5, 64, 100])
 def test_every_number_of_rows_has_the_least_size_that_holds_it(max_rows: int) -> None:
-    graphs = Graphs(CPU, ladder(max_rows), lambda size: None)
+    graphs = Graphs(CPU, ladder(max_rows), *NOTHING)
     for count in range(1, max_rows + 1):
         size = graphs.size_for(count)
         assert size is not None
         assert size == min(s for s in ladder(max_rows) if s >= count)
     assert graphs.size_for(max_rows + 1) is None
-    assert Graphs(CPU, (), lambda size: None).size_for(1) is None
+    assert Graphs(CPU, (), *NOTHING).size_for(1) is None
 
 
 def test_the_largest_is_captured_first_and_progress_is_told() -> None:
-    ran: list[int] = []
+    ran: list[tuple[str, int]] = []
     told: list[tuple[int, int]] = []
-    graphs = Graphs(CPU, ladder(8), ran.append)
-    graphs.capture(lambda done, total: told.append((done, total)))
-    assert ran == [8, 4, 2, 1]
-    assert told == [(i, 4) for i in range(5)]
-    graphs.replay(4)
-    assert ran[-1] == 4
+
+    def kind(name: str, sizes: tuple[int, ...]) -> Graphs:
+        def run(size: int) -> None:
+            ran.append((name, size))
+
+        return Graphs(CPU, sizes, run, lambda size: ran.append(("clear", size)))
+
+    decodes, prefill = kind("decode", ladder(8)), kind("prefill", (16, 32))
+    capture_all([decodes, prefill, kind("none", ())], lambda *news: told.append(news))
+    expected = [("prefill", n) for n in (32, 16)] + [("decode", n) for n in (8, 4, 2, 1)]
+    assert ran[1::2] == expected
+    assert ran[::2] == [("clear", size) for _, size in expected]
+    assert told == [(i, 6) for i in range(7)]
+    decodes.replay(4)
+    assert ran[-1] == ("decode", 4)
+    ran.clear()
+    prefill.rehearse()
+    assert ran == [("clear", 32), ("prefill", 32), ("clear", 16), ("prefill", 16)]
+
+
+def test_prefill_sizes() -> None:
+    assert prefill_ladder(15) == ()
+    assert prefill_ladder(16) == (16,)
+    assert prefill_ladder(200) == (16, 32, 64, 128, 192)
+    assert prefill_ladder(8192)[-1] == 1024
 
 
 def filled(count: int, *, max_rows: int = 6) -> tuple[DecodeForm, torch.Tensor]:

@@ -88,7 +88,7 @@ def _conv_kernel(
     for j in tl.static_range(WIDTH):
         back = WIDTH - 1 - j
         is_own = (is_token & (before >= back))[:, None] & in_c[None, :]
-        is_old = (is_token & (before < back))[:, None] & in_c[None, :]
+        is_old = (is_token & (slot != 0) & (before < back))[:, None] & in_c[None, :]
         column = load32(projected + (token - back)[:, None] * stride + c[None, :], is_own)
         column += load32(conv_state + window + j * C, is_old)
         total += column * load32(weight + j * C + c, in_c)[None, :]

@@ -87,11 +87,15 @@ def _prepare_kernel(
     token = tl.minimum(token, num_tokens - 1).to(tl.int64)  # of those beyond nothing is stored
     sequence = tl.load(sequences + token)
     before = (token - tl.load(cu_seqlens + sequence)).to(tl.int32)  # tokens of its own sequence
-    window = conv_state + tl.load(slots + sequence).to(tl.int64) * ((WIDTH - 1) * CHANNELS)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    window = conv_state + slot * ((WIDTH - 1) * CHANNELS)
+    is_kept = slot != 0  # padding starts from nothing
     x = projected + token * stride
     if head < 2 * HK:
         d = tl.arange(0, BK)[None, :]
-        key = _convolved(x, stride, before, window, conv_w, head * DK + d, d < DK, CHANNELS, WIDTH)
+        key = _convolved(
+            x, stride, before, window, is_kept, conv_w, head * DK + d, d < DK, CHANNELS, WIDTH
+        )
         key = key / tl.sqrt(tl.sum(key * key, 1) + _L2_EPS)[:, None]
         place, mask = ((token * HK + head % HK) * DK)[:, None] + d, is_token[:, None] & (d < DK)
         if head < HK:
@@ -107,7 +111,7 @@ def _prepare_kernel(
         head -= 2 * HK
         c = tl.arange(0, BV)[None, :]
         channel = 2 * HK * DK + head * DV + c
-        v = _convolved(x, stride, before, window, conv_w, channel, c < DV, CHANNELS, WIDTH)
+        v = _convolved(x, stride, before, window, is_kept, conv_w, channel, c < DV, CHANNELS, WIDTH)
         g, beta = gates(x, decay_rate, dt_bias, head, CHANNELS, HV, DV)
         tl.store(
             all_v + ((token * HV + head) * DV)[:, None] + c, v, mask=is_token[:, None] & (c < DV)
@@ -118,28 +122,29 @@ def _prepare_kernel(
 
 @triton.jit
 def _convolved(
-    x, stride, before, window, weight, channel, inside, CHANNELS: tl.constexpr,
+    x, stride, before, window, is_kept, weight, channel, inside, CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """silu(convolution) of tokens (rows), earlier columns are earlier tokens, then the window's.
 
-    channel, inside: ``[1, B]``, which channels there are. Tokens beyond the last are the last.
+    is_kept: there is a window. channel, inside: ``[1, B]``, which channels there are. Tokens beyond
+    the last are the last.
     """
     weight += tl.zeros_like(before)[:, None] + channel  # by row: laid out as columns are
     if tl.min(before, 0) < WIDTH - 1:  # or no token needs the window
         total = _sum_of_taps(
-            x, stride, before, window, weight, channel, inside, CHANNELS, WIDTH, True
+            x, stride, before, window, is_kept, weight, channel, inside, CHANNELS, WIDTH, True
         )
     else:
         total = _sum_of_taps(
-            x, stride, before, window, weight, channel, inside, CHANNELS, WIDTH, False
+            x, stride, before, window, is_kept, weight, channel, inside, CHANNELS, WIDTH, False
         )
     return quick_silu(total)
 
 
 @triton.jit
 def _sum_of_taps(
-    x, stride, before, window, weight, channel, inside, CHANNELS: tl.constexpr,
+    x, stride, before, window, is_kept, weight, channel, inside, CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     total = load32(x[:, None] + channel, inside) * load32(weight + (WIDTH - 1) * CHANNELS, inside)
@@ -150,7 +155,7 @@ def _sum_of_taps(
             is_own = (before >= back)[:, None]
             column = load32(place, inside & is_own)
             earlier = (window + (before + j) * CHANNELS)[:, None] + channel
-            column += load32(earlier, inside & (before < back)[:, None])
+            column += load32(earlier, inside & (is_kept & (before < back))[:, None])
         else:
             column = load32(place, inside)
         total += column * load32(weight + j * CHANNELS, inside)

@@ -45,12 +45,20 @@ class Chunks:
     """How tokens fall into chunks; ``int32`` tensors on the device.
 
     table: ``[NC, 3]`` first token, tokens, slot of the save behind it or 0; in order, sequence by
-    sequence. offsets: ``[N+1]`` sequence i has chunks offsets[i] : offsets[i+1]. slots: ``[N]``.
+    sequence; chunks without tokens are padding. offsets: ``[N+1]`` sequence i has chunks offsets[i]
+    : offsets[i+1]. slots: ``[N]``; 0: it starts from nothing and leaves nothing. num_usual: how
+    many sequences there are most of the time, where most of N are padding; 0: N.
     """
 
     table: torch.Tensor
     offsets: torch.Tensor
     slots: torch.Tensor
+    num_usual: int = 0
+
+    @property
+    def num_expected(self) -> int:
+        """Sequences that a configuration is chosen for."""
+        return self.num_usual or self.slots.shape[0]
 
 
 def chunk_table(
@@ -124,7 +132,7 @@ def chunked_(
     e^G (from the chunk's start to the token), g becomes e^(G_last - G). out: in the type of
     activations, each token's heads side by side.
     """
-    config = config or chunk_config(state.device, chunks.slots.shape[0], state.shape[2])
+    config = config or chunk_config(state.device, chunks.num_expected, state.shape[2])
     is_exact = out.dtype == torch.float32
     solve_(chunks, scratch, config, is_exact=is_exact)
     pass_(chunks, state, scratch, config, out, is_exact=is_exact)
@@ -200,7 +208,7 @@ def _pass_kernel(
     of_out = (c * out_stride)[:, None] + head * DV + column[None, :]
     of_products = (c * (HV * C))[:, None] + c[None, :]
     own = all_states + slot * (HV * DK * DV) + place
-    state = tl.load(own, mask=in_state, other=0.0)
+    state = tl.load(own, mask=in_state & (slot != 0), other=0.0)  # padding starts from nothing
     for chunk in tl.range(tl.load(offsets + sequence), last_chunk, num_stages=STAGES):
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)

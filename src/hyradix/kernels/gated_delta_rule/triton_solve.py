@@ -39,6 +39,8 @@ def solve_kernel(
     head = tl.program_id(0)
     first = tl.load(table + 3 * tl.program_id(1)).to(tl.int64)
     count = tl.load(table + 3 * tl.program_id(1) + 1)
+    if count == 0:
+        return
     c, d = tl.arange(0, C), tl.arange(0, ALL_K)
     is_token = c < count
     row, key = first * HV + head, (first * HK + head // RATIO) * DK

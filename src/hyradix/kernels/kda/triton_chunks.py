@@ -80,8 +80,8 @@ def _pass_kernel(
     lower_inside = in_lower[:, None] & in_v[None, :]
     place = (head * DK + d[:, None]) * DV + column[None, :]
     own = all_states + slot * (H * DK * DV) + place
-    upper = tl.load(own, mask=upper_inside, other=0.0)
-    lower = tl.load(own + BK * DV, mask=lower_inside, other=0.0)
+    upper = tl.load(own, mask=upper_inside & (slot != 0), other=0.0)  # padding starts from nothing
+    lower = tl.load(own + BK * DV, mask=lower_inside & (slot != 0), other=0.0)
     for chunk in range(tl.load(offsets + sequence), last_chunk):
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)

@@ -145,6 +145,8 @@ def _inverse_kernel(
     """
     first = tl.load(table + 3 * tl.program_id(0)).to(tl.int64) * H + tl.program_id(1)
     count = tl.load(table + 3 * tl.program_id(0) + 1)
+    if count == 0:
+        return
     c, i = tl.arange(0, C), tl.arange(0, B)
     is_token = (c < count)[:, None]
     systems += first * C
@@ -185,6 +187,8 @@ def _solve_kernel(
     head = tl.program_id(1)
     first = tl.load(table + 3 * tl.program_id(0)).to(tl.int64)
     count = tl.load(table + 3 * tl.program_id(0) + 1)
+    if count == 0:
+        return
     c = tl.arange(0, C)
     is_token, row = c < count, first * H + head
     beta = load32(all_beta + row + c * H, is_token)[:, None]
@@ -207,7 +211,7 @@ def _solve_kernel(
         tl.debug_barrier()  # q, k and g are read by all before they are written
         tl.store(q_place, q * grown, mask=inside)
         tl.store(q_place + H * DK, k * behind, mask=inside)
-        tl.store(last_g + d, tl.exp(whole.to(tl.float32)), mask=(d < DK) & (count > 0))
+        tl.store(last_g + d, tl.exp(whole.to(tl.float32)), mask=d < DK)
     for begin in range(0, DV, BV):
         d = begin + tl.arange(0, BV)
         inside = is_token[:, None] & (d < DV)[None, :]

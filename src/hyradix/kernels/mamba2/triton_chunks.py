@@ -106,6 +106,8 @@ def _products_kernel(
     group = tl.program_id(1)
     first = tl.load(table + 3 * tl.program_id(0)).to(tl.int64)
     count = tl.load(table + 3 * tl.program_id(0) + 1)
+    if count == 0:
+        return
     c = tl.arange(0, C)
     is_token, token = c < count, first + c
     products = tl.zeros([C, C], tl.float32)
@@ -143,8 +145,8 @@ def _pass_kernel(
     lower_inside = in_lower[:, None] & in_v[None, :]
     place = (head * DK + d[:, None]) * DV + column[None, :]
     own = all_states + slot * (HV * DK * DV) + place
-    upper = tl.load(own, mask=upper_inside, other=0.0)
-    lower = tl.load(own + BK * DV, mask=lower_inside, other=0.0)
+    upper = tl.load(own, mask=upper_inside & (slot != 0), other=0.0)  # padding starts from nothing
+    lower = tl.load(own + BK * DV, mask=lower_inside & (slot != 0), other=0.0)
     for chunk in range(tl.load(offsets + sequence), last_chunk):
         first = tl.load(table + 3 * chunk).to(tl.int64)
         count = tl.load(table + 3 * chunk + 1)
