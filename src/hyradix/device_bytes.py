@@ -38,7 +38,7 @@ PRODUCT_PARTS = 1 << 20
 """Numbers of the parts of split products (and a counter for each 256)."""
 EXPERT_TOKENS = 4096
 """Tokens that a mixture of experts works on at a time."""
-PREFILL_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+PREFILL_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Tokens of steps with prefill that are captured: of more the device takes longer than the host."""
 PREFILL_ROWS = 8
 """Rows that prefill in such a step, at most."""

@@ -38,14 +38,18 @@ class Teacher(GreedySampler):
 
 
 class Taught(Player):
-    """has_device_runner: steps as they are served on a GPU, graphs and all; else one at a time.
+    """has_device_runner: steps as they are served on a GPU, graphs and all (or without them, all as
+    mixed steps); else one at a time.
 
     Every slot holds NaN at first.
     """
 
-    def __init__(self, model: Decoder, *, has_device_runner: bool, **settings: Any) -> None:
+    def __init__(
+        self, model: Decoder, *, has_device_runner: bool, has_graphs: bool = True, **settings: Any
+    ) -> None:
         self.teacher = Teacher(model.config.vocab_size)
         self._has_device_runner = has_device_runner
+        self._has_graphs = has_graphs
         super().__init__(
             model, keep_logits=not has_device_runner, scatter=True,
             sampling=SamplingParams(temperature=0.0, logprobs=1), **settings,
@@ -61,7 +65,7 @@ class Taught(Player):
             runner = super().make_runner()
             runner._sampler = self.teacher
             return runner
-        runner = DeviceRunner(self.model, self.config, self.teacher)
+        runner = DeviceRunner(self.model, self.config, self.teacher, has_graphs=self._has_graphs)
         if self.model.ops.device.type == "cuda":
             runner.warm_up(lambda *_: None)
         for said in self.teacher.logits.values():
