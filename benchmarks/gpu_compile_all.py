@@ -5,8 +5,9 @@
 Each model of ``SHAPES`` is built with one layer of each kind and run, launches being collected in
 place of run: prefill, mixed steps, decode in place and by a log at many batch sizes, draft trees,
 folds, moves. Variants that differ for Triton are compiled for sm_90; registers, spilled bytes and
-shared memory are printed where they are out of the ordinary. ``--list`` prints how many variants a
-kernel has: more than its constants explain are compiled in the middle of serving.
+shared memory are printed where they are out of the ordinary, and so are kernels that ptxas made
+wrong (``gpu/machine_code.py``). ``--list`` prints how many variants a kernel has: more than its
+constants explain are compiled in the middle of serving.
 """
 
 from __future__ import annotations
@@ -128,16 +129,22 @@ def _compile(found: list[tuple[Variant, str]], options: argparse.Namespace) -> i
                 failed += 1
                 print(f"{variant.name:28} FAILED {origin}: {row['error']}\n{variant.constants}",
                       flush=True)  # fmt: skip
-            elif row["local"] > 0 or row["shared"] > SHARED_LIMIT // 2 or row["registers"] >= 250:
+            elif _is_unusual(row):
                 is_over = row["shared"] > SHARED_LIMIT
-                failed += is_over
+                failed += is_over or bool(row["faults"])
+                word = "TOO LARGE" if is_over else "WRONG" if row["faults"] else ""
                 print(f"{variant.name:28} {row['warps']:5} {row['registers']:5} {row['local']:6} "
-                      f"{row['shared']:7}  {origin} {'TOO LARGE' if is_over else ''} "
-                      f"{variant.constants}", flush=True)  # fmt: skip
+                      f"{row['shared']:7}  {origin} {word} {variant.constants}",
+                      flush=True)  # fmt: skip
     print(f"{len(found)} compiled, {failed} failed", flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 1 if failed else 0
+
+
+def _is_unusual(row: dict[str, Any]) -> bool:
+    is_large = row["shared"] > SHARED_LIMIT // 2 or row["registers"] >= 250
+    return is_large or row["local"] > 0 or bool(row["faults"])
 
 
 _FOUND: list[tuple[Variant, str]] = []
@@ -150,7 +157,7 @@ def _compile_one(i: int) -> tuple[int, dict[str, Any]]:
         return i, {"error": f"{type(error).__name__}: {str(error)[:1500]}"}
     return i, {
         "warps": built.num_warps, "registers": built.registers, "local": built.local_bytes,
-        "shared": built.shared_bytes,
+        "shared": built.shared_bytes, "products": built.num_products, "faults": built.faults,
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks.gpu.machine_code import descriptor_faults
 from hyradix.kernels import triton_dense, triton_support
 from hyradix.kernels.linear import triton as linear
 
@@ -34,7 +35,11 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """registers and local (spilled and indexed) bytes of a thread; shared bytes of a program."""
+    """registers and local (spilled and indexed) bytes of a thread; shared bytes of a program.
+
+    num_products, faults: matrix instructions by warp groups, and those that are wrong
+    (``gpu/machine_code.py``).
+    """
 
     name: str
     num_warps: int
@@ -42,6 +47,8 @@ class Compiled:
     local_bytes: int
     shared_bytes: int
     ptx: str
+    num_products: int
+    faults: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -136,20 +143,27 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
     target = GPUTarget("cuda", capability, 32)
     built = triton.compile(source, target=target, options=variant.options)
     registers, local = _resources(built.asm["cubin"])
+    num_warps = variant.options.get("num_warps", 4)
+    code = _told(built.asm["cubin"], "nvdisasm", "-c")
+    num_products, faults = descriptor_faults(code, num_warps=num_warps)
     return Compiled(
-        variant.name, variant.options.get("num_warps", 4), registers, local,
-        built.metadata.shared, built.asm["ptx"],
+        variant.name, num_warps, registers, local, built.metadata.shared, built.asm["ptx"],
+        num_products, tuple(faults),
     )  # fmt: skip
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def _told(cubin: bytes, tool: str, option: str) -> str:
+    """What one of Triton's own copies of CUDA's tools says."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    text = _told(cubin, "cuobjdump", "--dump-resource-usage")
     line = next(line for line in text.splitlines() if "REG:" in line)
     numbers = dict(part.split(":", 1) for part in line.split() if ":" in part)
     return int(numbers["REG"]), int(numbers["STACK"]) + int(numbers["LOCAL"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import BATCHES, Bench, Call, Check, Checks
+from benchmarks.gpu.bench import BATCHES, LIMITS, Bench, Call, Check, Checks
+from hyradix.device_bytes import gathered_keys
 from hyradix.kernels.attention.reference import AttentionWeights
 from hyradix.kernels.attention.triton import (
     AttendScratch,
@@ -66,19 +68,16 @@ def checks(device: torch.device) -> Iterator[Checks]:
         "trees": ([333, 0], [8, 11], [chain, bush]),
         "prefill": ([0, 130, 17], [150, 40, 1], None),
     }
-    for heads in CHECKED:
-        for kind, (starts, counts, parents) in rows.items():
-            name = f"{kind}, {heads}"
-            make = partial(
-                AttentionCase, heads.q, heads.kv, heads.dim, heads.v_dim, starts, counts, parents,
-                BFLOAT16, heads.is_latent,
-            )  # fmt: skip
+    for heads, dtype in itertools.product(CHECKED, LIMITS):
+        label = f"{heads}, {str(dtype).removeprefix('torch.')}"
+        sizes = (heads.q, heads.kv, heads.dim, heads.v_dim)
+        for kind, given in rows.items():
+            make = partial(AttentionCase, *sizes, *given, dtype, heads.is_latent)
+            name = f"{kind}, {label}"
             yield Checks(name, partial(_check, name, make, kind != "prefill", device))
-        if not heads.is_latent:
-            name = f"copied keys, {heads}"
-            make = partial(
-                AttentionCase, heads.q, heads.kv, heads.dim, heads.v_dim, *rows["prefill"], BFLOAT16
-            )
+        if gathered_keys(heads.dim, dtype.itemsize) and not heads.is_latent:
+            make = partial(AttentionCase, *sizes, *rows["prefill"], dtype)
+            name = f"copied keys, {label}"
             yield Checks(name, partial(_check, name, make, False, device, is_gathered=True))
     for heads in (B4, Heads(6, 2, 80, 80)):
         yield Checks(f"write, {heads}", partial(_check_write, heads, device))
@@ -143,12 +142,12 @@ def _check(
     rows = group * (min(case.counts) if can_split else 256)
     config = attend_config(
         device, rows=rows, programs=len(case.starts) * case.kv_heads, dim=case.dim,
-        itemsize=2, is_gathered=is_gathered,
+        itemsize=case.dtype.itemsize, is_gathered=is_gathered,
     )  # fmt: skip
     total = sum(case.counts)
     scratch = AttendScratch(64 * total, case.heads, case.v_dim, device)
     scratch.o.fill_(NAN)
-    out = torch.full((total, case.heads * case.v_dim), NAN, dtype=BFLOAT16, device=device)
+    out = torch.full((total, case.heads * case.v_dim), NAN, dtype=case.dtype, device=device)
     k = case.k.to(device)
     v = k[..., : case.v_dim] if case.is_latent else case.v.to(device)
     scale, queries, places = case.dim**-0.5, case.queries(config, device), None
@@ -160,7 +159,7 @@ def _check(
         case.q.to(device), queries, k, v, scale, config, scratch, out, gate=case.gate.to(device),
         is_view=case.is_latent, places=places,
     )  # fmt: skip
-    yield Check(name, error(out, case.expected(scale, has_gate=True)), 1e-2)
+    yield Check(name, error(out, case.expected(scale, has_gate=True)), LIMITS[case.dtype])
 
 
 def _weights(heads: Heads, device: torch.device) -> AttentionWeights:

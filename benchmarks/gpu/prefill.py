@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import Bench, Call, Check, Checks
+from benchmarks.gpu.bench import LIMITS, Bench, Call, Check, Checks
 from benchmarks.gpu.recurrent import B4, BFLOAT16, SHAPES, described
 from hyradix.kernels.device_forms import DeviceStates
 from hyradix.kernels.gated_delta_net.reference import MixerWeights, RaggedStates, mix
@@ -24,8 +24,9 @@ PASS = tuple(ChunkConfig(block_v, 4, 4, stages) for block_v in (32, 64) for stag
 
 def checks(device: torch.device) -> Iterator[Checks]:
     for shape in reversed(SHAPES):
-        name = f"prefill, {described(shape)}"
-        yield Checks(name, partial(_check, shape, name, device))
+        for dtype in LIMITS:
+            name = f"prefill, {described(shape)}, {str(dtype).removeprefix('torch.')}"
+            yield Checks(name, partial(_check, shape, name, dtype, device))
 
 
 def benches(device: torch.device, *, tune: bool) -> Iterator[Bench]:
@@ -47,21 +48,23 @@ def _ragged(lengths: list[int], saves: list[tuple[int, int, int]]) -> RaggedStat
     return RaggedStates(cu, slots, offsets, at, there)
 
 
-def _check(shape: MixerShape, name: str, device: torch.device) -> Iterator[Check]:
-    case = MixerCase(shape, 9, device, dtype=BFLOAT16)
+def _check(
+    shape: MixerShape, name: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[Check]:
+    case = MixerCase(shape, 9, device, dtype=dtype)
     lengths = [333, 1, 70, 2]
     batch = _ragged(lengths, [(0, 1, 6), (0, 65, 7), (0, 332, 8), (2, 64, 9)])
     total = sum(lengths)
-    projected = case.normal(total, shape.projected).to(BFLOAT16)
+    projected = case.normal(total, shape.projected).to(dtype)
     scratch = ChunkScratch(total, shape.hk, shape.hv, shape.dk, shape.dv, device)
     conv, state = case.conv.clone().to(device), case.state.clone().to(device)
-    out = torch.full((total, shape.hv * shape.dv), NAN, dtype=BFLOAT16, device=device)
+    out = torch.full((total, shape.hv * shape.dv), NAN, dtype=dtype, device=device)
     states = DeviceStates.of(batch, device)
     mix_(projected.to(device), case.packed, states, conv, state, scratch, out)
     expected_conv, expected_state = case.conv.double(), case.state.double()
     pools = expected_conv, expected_state
     expected = mix(projected.double(), wide(case.mixer), batch, *pools)
-    yield Check(name, error(out, expected), 1e-2)
+    yield Check(name, error(out, expected), LIMITS[dtype])
     written = [1, 2, 3, 4, 6, 7, 8, 9]
     yield Check(f"{name}: states", error(state[written], expected_state[written]), 1e-5)
     same = torch.equal(conv[1:9].cpu().double(), expected_conv[1:9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from hyradix.kernels.gated_delta_rule.triton import Chunks, ChunkScratch, chunk_table, chunked_
@@ -10,7 +11,7 @@ from hyradix.kernels.tree_recurrence.chunked import naive
 from hyradix.kernels.tree_recurrence.rules import GDN, Inputs
 from tests.kernels.triton_kernels.cases import NAN, error
 
-HK, HV, DK, DV = 1, 2, 20, 18
+HK, HV = 1, 2
 LENGTHS = [70, 1, 3]
 SAVES = {0: [(5, 6), (64, 7)], 2: [(2, 4)]}
 
@@ -40,23 +41,26 @@ def test_chunks_end_at_saves():
     assert chunks.offsets.tolist() == [0, 3, 4, 6]
 
 
-def test_chunked_equals_the_definition(device):
+@pytest.mark.parametrize(
+    ("dk", "dv"), [(20, 18), (128, 128), (72, 24), pytest.param(256, 96, marks=pytest.mark.slow)]
+)
+def test_chunked_equals_the_definition(device, dk: int, dv: int):
     torch.manual_seed(0)
     total, slots = sum(LENGTHS), [3, 1, 2]
-    k = torch.randn(total, HK, DK)
+    k = torch.randn(total, HK, dk)
     k[10:30] = k[10]  # keys that repeat
     inputs = {
-        "q": torch.randn(total, HK, DK), "k": k / k.norm(dim=-1, keepdim=True),
-        "v": torch.randn(total, HV, DV), "g": -torch.rand(total, HV) ** 4 * 5,
+        "q": torch.randn(total, HK, dk), "k": k / k.norm(dim=-1, keepdim=True),
+        "v": torch.randn(total, HV, dv), "g": -torch.rand(total, HV) ** 4 * 5,
         "beta": torch.rand(total, HV),
     }  # fmt: skip
-    scratch = ChunkScratch(total, HK, HV, DK, DV, device)
+    scratch = ChunkScratch(total, HK, HV, dk, dv, device)
     for name, x in inputs.items():
         there = getattr(scratch, name)
         there.copy_(x if there.dtype == torch.float32 else halves(x))
-    out = torch.full((total, HV, DV), NAN, device=device)
-    state = torch.full((9, HV, DK, DV), NAN)
-    state[slots] = torch.randn(3, HV, DK, DV)
+    out = torch.full((total, HV, dv), NAN, device=device)
+    state = torch.full((9, HV, dk, dv), NAN)
+    state[slots] = torch.randn(3, HV, dk, dv)
     ours = state.clone().to(device)
     chunked_(on_device(LENGTHS, SAVES, slots, device), ours, scratch, out)
     begin = 0

@@ -37,6 +37,9 @@ from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 CHUNK = 64
 LEAST_TILE = 32
 """Of d_k and d_v: products of 16 of either came out wrong on an H200 (Triton 3.6, 4 warps)."""
+EXACT_TILE = 64
+"""Of d_v where all products are exact and keys have 65 to 128 numbers: with 32, ptxas of Triton 3.6
+gives six of the products another place in shared memory (``benchmarks/gpu/machine_code.py``)."""
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -172,15 +175,17 @@ def pass_(
     x, (_, num_v_heads, dk, dv) = scratch, state.shape
     assert state.is_contiguous()
     assert out.stride()[1:] == (dv, 1)
-    block_v = max(min(config.block_v, power_of_two(dv)), LEAST_TILE)
+    block_k = power_of_two(dk, least=LEAST_TILE)
+    least_v = EXACT_TILE if is_exact and block_k == 128 else LEAST_TILE
+    block_v = max(min(config.block_v, power_of_two(dv)), least_v)
     stages = 1 if is_exact or dk > 128 else config.stages
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, *x.keys, x.beta, x.g, *x.solved, out,
         out.stride(0),
-        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
-        block_v, ceil_div(dv, block_v), is_exact, stages,
+        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, block_k, block_v,
+        ceil_div(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
     )  # fmt: skip
 
