@@ -201,8 +201,8 @@ _EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are flo
 _CHUNK: dict[str, Rows[ChunkConfig]] = {  # by sequences
     "default": ((1, ChunkConfig(32, 4, 4, 2)), (4, ChunkConfig(64, 4, 4))),
 }
-# Keys of up to 64 numbers: with 4 warps (so warp group products) heads of 40 ended in an illegal
-# access on an H200, though no access leaves its tensor in the interpreter. 2 warps make none.
+# Keys of under 128 numbers: with 4 warps (so warp group products) heads of 40 and of 72 ended in
+# an illegal access on an H200, though none leaves its tensor in the interpreter. 2 warps make none.
 _NARROW_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 2, 2)}
 _MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
@@ -228,7 +228,7 @@ def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
 
 def chunk_config(device: torch.device, num_sequences: int, k_dim: int) -> ChunkConfig:
     """For a prefill of gated delta nets."""
-    return _choose(_CHUNK, device, num_sequences) if k_dim > 64 else _of(_NARROW_CHUNK, device)
+    return _choose(_CHUNK, device, num_sequences) if k_dim >= 128 else _of(_NARROW_CHUNK, device)
 
 
 def mamba2_chunk_config(device: torch.device) -> ChunkConfig:

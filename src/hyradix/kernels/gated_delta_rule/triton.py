@@ -38,8 +38,8 @@ CHUNK = 64
 LEAST_TILE = 32
 """Of d_k and d_v: products of 16 of either came out wrong on an H200 (Triton 3.6, 4 warps)."""
 EXACT_TILE = 64
-"""Of d_v where all products are exact and keys have 65 to 128 numbers: with 32, ptxas of Triton 3.6
-gives six of the products another place in shared memory (``benchmarks/gpu/machine_code.py``)."""
+"""Of d_v where all products are exact, of warp groups, and keys have 128 numbers: with 32, ptxas of
+Triton 3.6 takes operands of six of them from elsewhere (``benchmarks/gpu/machine_code.py``)."""
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -176,7 +176,8 @@ def pass_(
     assert state.is_contiguous()
     assert out.stride()[1:] == (dv, 1)
     block_k = power_of_two(dk, least=LEAST_TILE)
-    least_v = EXACT_TILE if is_exact and block_k == 128 else LEAST_TILE
+    is_grouped = is_exact and config.pass_warps > 2
+    least_v = EXACT_TILE if is_grouped and block_k == 128 else LEAST_TILE
     block_v = max(min(config.block_v, power_of_two(dv)), least_v)
     stages = 1 if is_exact or dk > 128 else config.stages
     launch(
