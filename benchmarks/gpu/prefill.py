@@ -110,7 +110,7 @@ def bench_launch(
     launch: str, lengths: list[int], config: ChunkConfig | None, device: torch.device
 ) -> Bench:
     """One of both launches over chunks alone, "solve" or "pass"."""
-    chosen = config or chunk_config(device, len(lengths), B4.dk)
+    chosen = config or chunk_config(device, len(lengths), B4.dk, B4.dv, is_exact=False)
     total, count, s = sum(lengths), len(lengths), B4
 
     def build(sets: int) -> list[Call]:

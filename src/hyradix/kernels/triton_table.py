@@ -201,8 +201,12 @@ _EXPERTS_32: dict[str, Rows[ExpertConfig]] = {  # the same where numbers are flo
 _CHUNK: dict[str, Rows[ChunkConfig]] = {  # by sequences
     "default": ((1, ChunkConfig(32, 4, 4, 2)), (4, ChunkConfig(64, 4, 4))),
 }
-# Keys of under 128 numbers: with 4 warps (so warp group products) heads of 40 and of 72 ended in
-# an illegal access on an H200, though none leaves its tensor in the interpreter. 2 warps make none.
+# Float32 activations, keys of 128 numbers: with block_v 32, ptxas of Triton 3.6 takes operands of
+# six products from elsewhere (``benchmarks/gpu/machine_code.py``).
+_EXACT_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(64, 4, 4)}
+# Keys of under 128 numbers, and values that leave a part of a tile empty: with 4 warps (so warp
+# group products) heads of 40 x 72, 72 x 24 and 128 x 24 were wrong or ended in an illegal access on
+# an H200, though none leaves its tensor in the interpreter. 2 warps make none of those products.
 _NARROW_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 2, 2)}
 _MAMBA2_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
 _KDA_CHUNK: dict[str, ChunkConfig] = {"default": ChunkConfig(32, 4, 8)}
@@ -226,9 +230,15 @@ def verify_config(device: torch.device, nodes: int) -> VerifyConfig:
     return _choose(_VERIFY, device, nodes)
 
 
-def chunk_config(device: torch.device, num_sequences: int, k_dim: int) -> ChunkConfig:
-    """For a prefill of gated delta nets."""
-    return _choose(_CHUNK, device, num_sequences) if k_dim >= 128 else _of(_NARROW_CHUNK, device)
+def chunk_config(
+    device: torch.device, num_sequences: int, k_dim: int, v_dim: int, *, is_exact: bool
+) -> ChunkConfig:
+    """For a prefill of gated delta nets. is_exact: of float32 activations."""
+    chosen = _choose(_CHUNK, device, num_sequences)
+    if is_exact and k_dim == 128:
+        chosen = _of(_EXACT_CHUNK, device)
+    is_whole = k_dim >= 128 and v_dim % chosen.block_v == 0
+    return chosen if is_whole else _of(_NARROW_CHUNK, device)
 
 
 def mamba2_chunk_config(device: torch.device) -> ChunkConfig:

@@ -41,8 +41,19 @@ def test_chunks_end_at_saves():
     assert chunks.offsets.tolist() == [0, 3, 4, 6]
 
 
-SIZES = [(20, 18), (128, 128), (72, 24), (96, 64), (128, 24), (128, 64), (192, 128), (256, 96)]
-"""d_k, d_v. With 128 and up products are of warp groups."""
+SIZES = [
+    (20, 18),
+    (128, 128),
+    (72, 24),
+    (96, 64),
+    (128, 24),
+    (128, 40),
+    (128, 64),
+    (128, 96),
+    (192, 128),
+    (256, 96),
+]
+"""d_k, d_v. Where tiles are whole products are of warp groups."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

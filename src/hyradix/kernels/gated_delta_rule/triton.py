@@ -37,9 +37,6 @@ from hyradix.kernels.triton_table import ChunkConfig, chunk_config
 CHUNK = 64
 LEAST_TILE = 32
 """Of d_k and d_v: products of 16 of either came out wrong on an H200 (Triton 3.6, 4 warps)."""
-EXACT_TILE = 64
-"""Of d_v where all products are exact, of warp groups, and keys have 128 numbers: with 32, ptxas of
-Triton 3.6 takes operands of six of them from elsewhere (``benchmarks/gpu/machine_code.py``)."""
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -135,8 +132,9 @@ def chunked_(
     e^G (from the chunk's start to the token), g becomes e^(G_last - G). out: in the type of
     activations, each token's heads side by side.
     """
-    config = config or chunk_config(state.device, chunks.num_expected, state.shape[2])
-    is_exact = out.dtype == torch.float32
+    is_exact, (dk, dv) = out.dtype == torch.float32, state.shape[2:]
+    count = chunks.num_expected
+    config = config or chunk_config(state.device, count, dk, dv, is_exact=is_exact)
     solve_(chunks, scratch, config, is_exact=is_exact)
     pass_(chunks, state, scratch, config, out, is_exact=is_exact)
 
@@ -175,18 +173,15 @@ def pass_(
     x, (_, num_v_heads, dk, dv) = scratch, state.shape
     assert state.is_contiguous()
     assert out.stride()[1:] == (dv, 1)
-    block_k = power_of_two(dk, least=LEAST_TILE)
-    is_grouped = is_exact and config.pass_warps > 2
-    least_v = EXACT_TILE if is_grouped and block_k == 128 else LEAST_TILE
-    block_v = max(min(config.block_v, power_of_two(dv)), least_v)
+    block_v = max(min(config.block_v, power_of_two(dv)), LEAST_TILE)
     stages = 1 if is_exact or dk > 128 else config.stages
     launch(
         _pass_kernel,
         (chunks.slots.shape[0] * num_v_heads * ceil_div(dv, block_v),),
         chunks.table, chunks.offsets, chunks.slots, state, *x.keys, x.beta, x.g, *x.solved, out,
         out.stride(0),
-        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, block_k, block_v,
-        ceil_div(dv, block_v), is_exact, stages,
+        num_v_heads, num_v_heads // x.k.shape[2], dk, dv, CHUNK, power_of_two(dk, least=LEAST_TILE),
+        block_v, ceil_div(dv, block_v), is_exact, stages,
         num_warps=config.pass_warps,
     )  # fmt: skip
 
