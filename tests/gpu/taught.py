@@ -94,7 +94,7 @@ class Taught(Player):
 
 def play(player: Taught, num_decodes: int) -> None:
     """Uneven chunks beside decodes, decodes of two and of three rows, states saved inside a chunk
-    and while decoding, and rows that go on from them."""
+    and while decoding, and rows that go on from them; a long chunk."""
     early, late = player.new_state(), player.new_state()
     player.begin(21)
     player.run(StateSave(0, early, 4), r0=7)
@@ -114,6 +114,10 @@ def play(player: Taught, num_decodes: int) -> None:
     player.run(r2=2, r0=1, r3=1)
     for _ in range(num_decodes - num_decodes // 2):
         player.run(r0=1, r2=1, r3=1)
+    long, inside = player.begin(90), player.new_state()
+    player.run(StateSave(long, inside, 37), r0=1, r4=60)  # more than a tile of matrix units holds
+    player.run(r4=30)
+    player.run(r0=1, r4=1)
 
 
 def expected(model: Decoder, player: Taught) -> dict[int, torch.Tensor]:

@@ -60,7 +60,7 @@ def test_logits_are_those_of_a_cold_forward(
     is_rounded = dtype == "bfloat16"
     player = Taught(
         load("triton", str(device), dtype), has_device_runner=runner == "device", decode_log=log,
-        max_requests=5, max_prefill_tokens=64, kv_slots=256, states=8,
+        max_requests=5, max_prefill_tokens=64, kv_slots=512, states=10,
     )  # fmt: skip
     play(player, 6 if device.type == "cpu" else 40)
     cold = expected(load("torch", "cpu", "float32"), player)

@@ -35,7 +35,7 @@ def play(player: Taught, seed: int, num_steps: int) -> None:
                 player.begin(done + int(rng.integers(1, 40)), source=slot, done=done)
                 player.share_kv(known, other, done)
             else:
-                player.begin(int(rng.integers(1, 60)))
+                player.begin(int(rng.integers(1, 100)))
         work, saves = {}, []
         for row, state in player.rows.items():
             left = len(state.tokens) - state.done
