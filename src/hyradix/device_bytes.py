@@ -137,7 +137,7 @@ def _graph_bytes(step: StepSize, token: int) -> int:
     """Graphs share one pool: the largest step's activations, ``token`` bytes for each token."""
     decodes = ladder(step.max_requests)
     prefills = prefill_ladder(step.max_tokens - step.max_requests)
-    most = max(*decodes, *prefills)
+    most = max(decodes + prefills)
     return most * token + (len(decodes) + len(prefills)) * GRAPH_BYTES
 
 

@@ -139,6 +139,11 @@ def test_too_little_memory_is_refused_with_numbers() -> None:
         resolve(Settings(memory_bytes=1 << 20), facts(), gpu())
 
 
+def test_one_request_and_chunks_under_the_least_captured_size() -> None:
+    config = resolve(Settings(max_requests=1, max_prefill_tokens=8), facts(), gpu())
+    assert (config.max_requests, config.max_prefill_tokens) == (1, 8)
+
+
 def test_an_unlimited_prefill_is_refused_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="nearest valid choice is --max-prefill-tokens 8192"):
         resolve(Settings(max_prefill_tokens=0), facts(), gpu())

@@ -103,7 +103,7 @@ def compare(
     return fitted
 
 
-CASES = [pytest.param("cpu", "small", name, marks=()) for name in SMALL]
+CASES = [pytest.param("cpu", "small", name) for name in SMALL]
 for kind, names in (("small", SMALL), ("real", REAL)):
     CASES += [pytest.param("cuda", kind, name, marks=pytest.mark.gpu) for name in names]
 

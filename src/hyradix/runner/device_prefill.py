@@ -7,7 +7,7 @@ Owns: which rows run this way, their numbers in static memory, their logits and 
 Does not know: rows that decode (a graph of their own, in the same step), sampling beyond argmax.
 
 Invariants:
-- ``run(size)`` reads static memory only.
+- ``_run(size)`` reads static memory only, so it can be captured.
 - What a row is given does not depend on the way it ran, beyond rounding (``mixed`` is the twin).
 Read next: ``prefill_form.py``, ``device_forward.py``, ``device_launch.py`` (the caller).
 """

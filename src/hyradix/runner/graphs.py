@@ -1,6 +1,6 @@
 """Steps of padded sizes, replayed as CUDA graphs; on the CPU they are simply called.
 
-Owns: capturing, which size serves how many rows.
+Owns: capturing, which size serves how many rows or tokens.
 Does not know: what a step computes: it is a function of a size over memory that stays in place.
 
 Invariants:
