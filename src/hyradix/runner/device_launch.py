@@ -56,7 +56,7 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class MadeUp:
     """Says that a step is made up, and runs as steps do that no graph holds. wants_all: as if
     somebody asked for the hidden states of all tokens."""
 
@@ -146,13 +146,13 @@ class Launcher:
             self.log.rehearse()
 
     def launch(
-        self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool, rehearsal: Rehearsal | None
+        self, plan: StepPlan, drawn: list[Drawn], *, needs_host: bool, made_up: MadeUp | None
     ) -> Launched:
         """Launch a step. drawn: rows that sample on the device beyond the argmax."""
         num_rows = len(plan.order)
         wants_all = wants_prompt_logprobs(plan.batch, plan, self.table)
-        wants_all |= rehearsal is not None and rehearsal.wants_all
-        padded = None if wants_all or rehearsal is not None else self._padded(plan)
+        wants_all |= made_up is not None and made_up.wants_all
+        padded = None if wants_all or made_up is not None else self._padded(plan)
         if padded is None and num_rows:
             self._forward.lay_out(plan, self.planner)
         sent = self._send(plan, drawn)

@@ -27,7 +27,7 @@ from hyradix.request import (
     StateOpKind,
     StepOutput,
 )
-from hyradix.runner.device_launch import Rehearsal
+from hyradix.runner.device_launch import MadeUp
 
 TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 128, 129, 256, 512)
 """Prefill tokens of steps that are tried: products of few rows are kernels of their own, and an
@@ -45,7 +45,7 @@ class Steps(Protocol):
 
     config: EngineConfig
 
-    def execute(self, batch: ScheduledBatch, *, rehearsal: Rehearsal) -> StepOutput:
+    def execute(self, batch: ScheduledBatch, *, made_up: MadeUp) -> StepOutput:
         """Run one step and wait for it."""
 
 
@@ -56,7 +56,7 @@ def rehearse(runner: Steps, on_progress: Callable[[int, int], None], *, is_devic
     for done, batch in enumerate(batches):
         on_progress(done, len(batches))
         for wants_all in (False, True) if is_device else (False,):
-            runner.execute(batch, rehearsal=Rehearsal(wants_all))
+            runner.execute(batch, made_up=MadeUp(wants_all))
     on_progress(len(batches), len(batches))
 
 
@@ -66,7 +66,7 @@ def rehearse_largest(runner: Steps) -> None:
     config = runner.config
     counts = _split(config.max_prefill_tokens, config)
     batch = _batch(config, counts, config.max_requests - len(counts), SAMPLINGS[-1:])
-    runner.execute(batch, rehearsal=Rehearsal(wants_all=True))
+    runner.execute(batch, made_up=MadeUp(wants_all=True))
 
 
 def _batches(config: EngineConfig, sizes: tuple[int, ...]) -> Iterator[ScheduledBatch]:

@@ -27,7 +27,7 @@ from hyradix.kernels.triton_ahead import compiled_ahead
 from hyradix.models.decoder import Decoder
 from hyradix.request import Int32Array, ScheduledBatch, StepOutput
 from hyradix.runner.device_batch import StepPlan
-from hyradix.runner.device_launch import BeforeForward, Launched, Launcher, Rehearsal
+from hyradix.runner.device_launch import BeforeForward, Launched, Launcher, MadeUp
 from hyradix.runner.device_rehearsal import rehearse, rehearse_largest
 from hyradix.runner.pools import Pools
 from hyradix.runner.staging import Pending
@@ -75,7 +75,7 @@ class DeviceRunner:
     # ---- the contract ---------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def submit(self, batch: ScheduledBatch, *, rehearsal: Rehearsal | None = None) -> None:
+    def submit(self, batch: ScheduledBatch, *, made_up: MadeUp | None = None) -> None:
         """Plan and launch a step. Waits only for what the module's docstring names."""
         with self._on_stream():
             plan = self.launcher.planner.plan(batch)
@@ -83,7 +83,7 @@ class DeviceRunner:
             rows, positions = plan.sampling_rows, plan.positions
             needs_host = self._controls.need_host(rows, positions)
             drawn = [] if needs_host else self._controls.draw(rows, positions)
-            launched = self.launcher.launch(plan, drawn, needs_host=needs_host, rehearsal=rehearsal)
+            launched = self.launcher.launch(plan, drawn, needs_host=needs_host, made_up=made_up)
         self._in_flight.append((plan, launched))
 
     def collect(self) -> StepOutput:
@@ -92,10 +92,10 @@ class DeviceRunner:
         found = launched.found
         return _output(plan, launched, found.wait() if isinstance(found, Pending) else found)
 
-    def execute(self, batch: ScheduledBatch, *, rehearsal: Rehearsal | None = None) -> StepOutput:
+    def execute(self, batch: ScheduledBatch, *, made_up: MadeUp | None = None) -> StepOutput:
         """Run one step and wait for it. Nothing else may be in flight."""
         assert not self._in_flight
-        self.submit(batch, rehearsal=rehearsal)
+        self.submit(batch, made_up=made_up)
         return self.collect()
 
     # ---- start ----------------------------------------------------------------------------------
