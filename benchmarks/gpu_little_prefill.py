@@ -35,6 +35,10 @@ ROWS = (16, 100, 220)
 ROUNDS = 7
 STEPS = 4
 WAYS = ("graphs", "mixed")
+SETTLING = 60
+"""Steps until all decode."""
+OUTPUT = SETTLING + ROUNDS * len(WAYS) * 2 * STEPS + 20
+"""Tokens of a decode: it must outlast what is measured beside it."""
 
 
 class Bench:
@@ -42,7 +46,7 @@ class Bench:
 
     def __init__(self) -> None:
         options = EngineBenchOptions(
-            batches=(max(ROWS) + 1,), prompt=1_024, output=400, cached=(6_000, PREFIX)
+            batches=(max(ROWS) + 1,), prompt=1_024, output=OUTPUT, cached=(6_000, PREFIX)
         )
         shape = ROOT / "benchmarks/configs/shape-4b.json"
         settings = Settings(random_weights=str(shape), device="cuda", dtype="bfloat16")
@@ -69,9 +73,9 @@ class Bench:
         """So many that go on for long."""
         engine = self.driver.engine
         for _ in range(count):
-            refusal = engine.add(self.driver.request(self.driver.ids(1_024), 390, ()))
+            refusal = engine.add(self.driver.request(self.driver.ids(1_024), OUTPUT, ()))
             assert refusal is None, refusal
-        for _ in range(60):
+        for _ in range(SETTLING):
             engine.step()
 
     def beside(self, num_tokens: int, way: str) -> tuple[float, float]:
@@ -116,8 +120,8 @@ def main() -> None:
                 found[way].append(bench.alone(num_tokens, way))
         print(f"{num_tokens:5} tokens alone:", _medians(found))
     for rows in ROWS:
-        bench.start_decodes(rows)
         for num_tokens in BESIDE:
+            bench.start_decodes(rows)
             more: dict[str, list[float]] = {way: [] for way in WAYS}
             plain = []
             for _ in range(ROUNDS):
@@ -127,7 +131,7 @@ def main() -> None:
                     more[way].append(with_prompt)
             step = statistics.median(plain)
             print(f"{num_tokens:5} tokens beside {rows} decodes of {step:.2f}:", _medians(more))
-        bench.finish()
+            bench.finish()
 
 
 def _medians(found: dict[str, list[float]]) -> str:
