@@ -127,11 +127,11 @@ class Models:
                     checkpoint.save_pretrained(where)
                     if not chooses:
                         path = where / "config.json"
-                        path.write_text(json.dumps(_with_all_experts(json.loads(path.read_text()))))
+                        path.write_text(json.dumps(with_all_experts(json.loads(path.read_text()))))
                 model = load_model(where, backend=backend, device=device, dtype=dtype)
             else:
                 raw = SMALL[name] if kind == "small" else REAL[name]
-                raw = raw if chooses else _with_all_experts(raw)
+                raw = raw if chooses else with_all_experts(raw)
                 (where / "config.json").write_text(json.dumps(raw))
                 model = drawn(where, backend, device, dtype)
             self._known[key] = model
@@ -160,7 +160,7 @@ def drawn(
     said is one of them, so that drafts are sometimes right.
     """
     config = load_config(directory)
-    factor = 12.0 if config.hidden_size < 64 else 4.0
+    factor = 12.0 if config.hidden_size < 64 else 4.0 * min(1.0, 16.0 / config.hidden_size**0.5)
     weights = {
         name: _rounded(x * factor if x.ndim > 1 else x)
         for name, x in init_random(config, seed=3).items()
@@ -176,7 +176,7 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().to(x.dtype) if x.ndim > 1 else x
 
 
-def _with_all_experts(raw: Raw) -> Raw:
+def with_all_experts(raw: Raw) -> Raw:
     """A config whose tokens go to every expert of every group."""
     counts = [raw.get(x) for x in ("num_experts", "n_routed_experts", "num_local_experts")]
     groups = [raw.get(x) for x in ("num_expert_group", "n_group")]

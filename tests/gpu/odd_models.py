@@ -4,9 +4,11 @@
 
 A seed draws a family, its sizes and how it is served. Then its logits, by whatever is a chunk, a
 decode or a state gone on from, are those of a cold float32 forward by torch on the CPU; and
-schedules with the cache, preemption, the log or drafts say what its cold runs say. One process a
-model, several side by side: a model that ends one leaves the others alone. Exits with 1 where one
-was wrong, ended badly or ran out of time.
+schedules with the cache, preemption, the log or drafts say what its cold runs say. With ``--dtype
+bfloat16`` logits alone, as near as torch's on the CPU in that type. ``--device cpu --backend
+compiled`` asks the same of the CPU's kernels. One process a model, several side by side: a model
+that ends one leaves the others alone. Exits with 1 where one was wrong, ended badly or ran out of
+time.
 """
 
 from __future__ import annotations
@@ -20,21 +22,19 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.figures import FRAME
 from benchmarks.gpu_session import run_limited
 from benchmarks.gpu_stages import Stage, environment
 from hyradix.errors import HyradixError
-from tests.gpu.models import SMALL, Raw, SmallEngines, drawn
-from tests.gpu.taught import Taught, expected, play
+from hyradix.models.decoder import Decoder
+from tests.gpu.models import SMALL, Raw, SmallEngines, drawn, with_all_experts
+from tests.gpu.taught import FACTORS, FLOORS, LIMIT, Taught, expected, half_and_all, play
 from tests.oracles.schedules import TINY, Judge, Sizes, make_reference, run
 
-LIMIT = 1e-4
-"""In float32, of every position's error: largest difference over its largest logit."""
 NEAR_TIE = 1e-2
 """Of logits that are hundreds."""
 NUM_SPOKEN = 4
@@ -68,6 +68,8 @@ def draw(rng: random.Random, dims: tuple[int, ...]) -> Raw:
     if all(kinds):
         kinds[0] = False
     hidden = rng.choice((16, 24, 40, 64, 72, 136, 256))
+    head_dim = rng.choice(dims)
+    is_whole = head_dim % 8 or rng.random() < 0.5
     shared: Raw = {
         **SMALL[family],
         "vocab_size": rng.randint(29, 600),
@@ -76,7 +78,9 @@ def draw(rng: random.Random, dims: tuple[int, ...]) -> Raw:
         "num_hidden_layers": num_layers,
         "num_key_value_heads": kv_heads,
         "num_attention_heads": kv_heads * rng.choice(GROUPS),
-        "head_dim": rng.choice(dims),
+        "head_dim": head_dim,
+        "partial_rotary_factor": 1.0 if is_whole else rng.choice((0.25, 0.5)),
+        "attention_multiplier": head_dim**-0.5,
         "tie_word_embeddings": False,
     }
     key_heads, width = rng.choice(GROUPS), rng.choice((2, 3, 4, 4))
@@ -106,10 +110,9 @@ def draw(rng: random.Random, dims: tuple[int, ...]) -> Raw:
             "ssm_state_size": mamba["mamba_d_state"],
             "conv_kernel": width,
         }
-    head_dim = rng.choice(dims)  # heads times it are twice the hidden size
-    heads = 2 * value_heads
-    mamba |= {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_expand": 1}
-    mamba["hidden_size"] = heads * head_dim
+    inner_dim, heads = rng.choice(dims), 2 * value_heads
+    mamba |= {"mamba_n_heads": heads, "mamba_d_head": inner_dim, "mamba_expand": 1}
+    mamba["hidden_size"] = heads * inner_dim
     if family == "bamba":
         mamba["attn_layer_indices"] = [i for i, kind in enumerate(kinds) if kind]
     else:
@@ -138,61 +141,83 @@ def _kimi(rng: random.Random, dims: tuple[int, ...], kinds: list[bool], width: i
     }
 
 
-def check(seed: int, device: str, backend: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """Where models run, and in which type."""
+
+    device: str = "cuda"
+    backend: str = "triton"
+    dtype: str = "float32"
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.backend == "triton" and self.device == "cpu"
+
+
+def check(seed: int, place: Place) -> dict[str, Any]:
     """What the seed drew, and how far it is from what it should be."""
     rng = random.Random(seed)
-    is_small = backend == "triton" and device == "cpu"
-    raw = draw(rng, SMALL_DIMS if is_small else DIMS)
-    way, log = rng.choice(WAYS), rng.choice((0, 4, 16))
-    is_served = rng.random() < 0.75 and backend == "triton"
-    found: dict[str, Any] = {"seed": seed, "config": raw, "way": way, "log": log}
+    raw = draw(rng, SMALL_DIMS if place.is_interpreted else DIMS)
+    is_rounded = place.dtype == "bfloat16"
+    raw = with_all_experts(raw) if is_rounded else raw
+    log = rng.choice((0, 4, 16))
+    is_served = rng.random() < 0.75 and place.backend == "triton"
+    entry: dict[str, Any] = {"seed": seed, "config": raw, "log": log}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(raw))
         twin = drawn(directory, "torch", "cpu", "float32", num_spoken=NUM_SPOKEN)
+        rounded = drawn(directory, "torch", "cpu", place.dtype, num_spoken=NUM_SPOKEN)
         try:
-            model = drawn(directory, backend, device, "float32", num_spoken=NUM_SPOKEN)
+            model = drawn(
+                directory, place.backend, place.device, place.dtype, num_spoken=NUM_SPOKEN
+            )
         except HyradixError as error:
-            return found | {"refused": str(error)}
+            return entry | {"refused": str(error)}
     player = Taught(
         model, has_device_runner=is_served, decode_log=log, max_requests=5, max_prefill_tokens=64,
         kv_slots=512, states=10,
     )  # fmt: skip
-    play(player, 6 if is_small else 40)
-    cold = expected(twin, player)
-    errors = [_error(logits, cold[row][at]) for row, at, logits in player.found()]
-    found |= {"positions": len(errors), "error": max(errors)}
-    sizes = dataclasses.replace(TINY if is_small else SIZES, token_ids=range(raw["vocab_size"]))
-    judges = [Judge("cpu", make_reference(SmallEngines(twin)), NEAR_TIE)]
+    play(player, 6 if place.is_interpreted else 40)
+    cold, found = expected(twin, player), list(player.found())
+    limits = [LIMIT, LIMIT]
+    if is_rounded:
+        said = expected(rounded, player)
+        errors = half_and_all(((row, at, said[row][at]) for row, at, _ in found), cold)
+        limits = [f * e + least for f, e, least in zip(FACTORS, errors, FLOORS, strict=True)]
+    entry |= {"positions": len(found), "errors": half_and_all(found, cold), "limits": limits}
+    return entry if is_rounded else entry | serve(model, twin, rng, is_small=place.is_interpreted)
+
+
+def serve(model: Decoder, twin: Decoder, rng: random.Random, *, is_small: bool) -> dict[str, Any]:
+    """Schedules in one of the ways, against the twin's cold runs."""
+    way, preempt = rng.choice(WAYS), rng.choice((0, 5, 11))
+    token_ids = range(model.config.vocab_size)
     tally = run(
-        SmallEngines(model), 1 if is_small else 3, seed, sizes=sizes, judges=judges,
-        force_preempt_every=rng.choice((0, 5, 11)), min_gain=1, **way,
+        SmallEngines(model), 1 if is_small else 3, rng.randrange(1000), min_gain=1,
+        sizes=dataclasses.replace(TINY if is_small else SIZES, token_ids=token_ids),
+        judges=[Judge("cpu", make_reference(SmallEngines(twin)), NEAR_TIE)],
+        force_preempt_every=preempt, **way,
     )  # fmt: skip
-    for key in ("requests", "cached_tokens", "preemptions", "accepted_tokens"):
-        found[key] = getattr(tally, key)
+    counts = ("requests", "cached_tokens", "preemptions", "accepted_tokens")
+    found: dict[str, Any] = {"way": way, **{key: getattr(tally, key) for key in counts}}
     return found | {"near_ties": len(tally.near_ties), "failures": tally.failures}
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Infinite where it is no number."""
-    if not found.isfinite().all():
-        return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def is_right(entry: dict[str, Any]) -> bool:
     """A model that is refused is: with a reason, before it serves."""
-    if "refused" in entry:
-        return True
-    return entry.get("error", 1.0) < LIMIT and entry.get("failures") == []
+    if "errors" not in entry:
+        return "refused" in entry
+    pairs = zip(entry["errors"], entry["limits"], strict=True)
+    return all(error < limit for error, limit in pairs) and not entry.get("failures")
 
 
-def check_apart(seed: int, device: str, backend: str, limit_s: float) -> dict[str, Any]:
+def check_apart(seed: int, place: Place, limit_s: float) -> dict[str, Any]:
     """The same in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "found.json"
         command = [sys.executable, "-m", "tests.gpu.odd_models", "--seed", str(seed)]
-        command += ["--device", device, "--backend", backend]
+        command += [f"--{key}={value}" for key, value in dataclasses.asdict(place).items()]
         command += ["--models", "1", "--json", str(path), "--here"]
         started = time.monotonic()
         code, output = run_limited(command, environment(Stage("", limit_s)), limit_s)
@@ -200,9 +225,7 @@ def check_apart(seed: int, device: str, backend: str, limit_s: float) -> dict[st
         if path.exists():
             return {**json.loads(path.read_text())["models"][0], "seconds": seconds}
         ended = "out of time" if code is None else f"exit code {code}"
-        return {
-            "seed": seed, "ended": ended, "output": output[-3000:], "seconds": seconds
-        }  # fmt: skip
+        return {"seed": seed, "ended": ended, "output": output[-3000:], "seconds": seconds}
 
 
 def main() -> int:
@@ -213,20 +236,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="triton", choices=("triton", "compiled", "torch"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--budget", type=float, default=600.0, help="seconds: no new one after it")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of a model")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--here", action="store_true", help="one after the other in this process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    place = Place(args.device, args.backend, args.dtype)
     started = time.monotonic()
 
     def one(seed: int) -> dict[str, Any] | None:
         if time.monotonic() - started > args.budget:
             return None
         if args.here:
-            return check(seed, args.device, args.backend)
-        return check_apart(seed, args.device, args.backend, args.limit)
+            return check(seed, place)
+        return check_apart(seed, place, args.limit)
 
     seeds = range(args.seed, args.seed + args.models)
     with ThreadPoolExecutor(1 if args.here else args.workers) as pool:
@@ -234,10 +259,11 @@ def main() -> int:
     wrong = [entry for entry in entries if not is_right(entry)]
     for entry in wrong:
         print(json.dumps(entry, indent=1))
-    done = [entry for entry in entries if "error" in entry]
+    largest = max((entry["errors"][1] for entry in entries if "errors" in entry), default=0.0)
+    ended = sum("errors" not in entry for entry in entries)
     print(
-        f"{len(entries)} models, {len(entries) - len(done)} refused or ended, {len(wrong)} wrong;"
-        f" largest error {max((x['error'] for x in done), default=0.0):.1e}"
+        f"{len(entries)} models, {ended} refused or ended, {len(wrong)} wrong; largest error"
+        f" {largest:.1e}"
     )
     if args.json:
         args.json.write_text(json.dumps({**FRAME, "models": entries}, indent=1) + "\n")

@@ -6,7 +6,8 @@ can be compared with those of one cold forward over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ from tests.runner.device.served import poison_all
 from tests.support.player import GreedyResult, GreedySampler, Player
 
 ROWS, LENGTH = 5, 128
+LIMIT = 1e-4
+"""In float32, of every position's error: largest difference over its largest logit."""
+FACTORS, FLOORS = (1.6, 2.0), (0.004, 0.02)
+"""In bfloat16, of half of the positions and of all: how much larger than the error of torch with
+bfloat16 weights on the CPU, where what stands between products is float32."""
+Logits = tuple[int, int, torch.Tensor]
+"""Row, number of a token, and what comes behind it."""
 
 
 class Teacher(GreedySampler):
@@ -82,7 +90,7 @@ class Taught(Player):
         alone = {row: (1, 1) for row, count in work.items() if count == 1}
         self.step(work, saves=saves, trees=alone)
 
-    def found(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def found(self) -> Iterator[Logits]:
         """(Row, number of the token, logits behind it): of all tokens, or where it was sampled."""
         for row, known in self.rows.items():
             for position, logits in self.teacher.logits[row].items():
@@ -128,3 +136,13 @@ def expected(model: Decoder, player: Taught) -> dict[int, torch.Tensor]:
         cold.step({cold.add(known.tokens[: known.done]): known.done})
         found[row] = cold.logits_of(0).float()
     return found
+
+
+def half_and_all(found: Iterable[Logits], cold: dict[int, torch.Tensor]) -> tuple[float, float]:
+    """The median and the largest error; infinite where something is no number."""
+    errors = []
+    for row, at, logits in found:
+        largest = float((logits - cold[row][at]).abs().max() / cold[row][at].abs().max())
+        errors.append(largest if logits.isfinite().all() else math.inf)
+    errors.sort()
+    return errors[len(errors) // 2], errors[-1]

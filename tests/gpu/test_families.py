@@ -9,7 +9,6 @@ is every token's. What is chosen is compared in float32, and by the kernels' own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,17 +16,12 @@ import torch
 
 from hyradix.models.decoder import Decoder
 from tests.gpu.models import CHECKPOINTS, REAL, SMALL, Models
-from tests.gpu.taught import Taught, expected, play
+from tests.gpu.taught import FACTORS, FLOORS, LIMIT, Taught, expected, half_and_all, play
 
 pytestmark = pytest.mark.slow
 RUNNERS = ("device", "synchronous")
 LOGS = {"small": (4,), "checkpoint": (0, 4, 16), "real": (0, 16)}
 DTYPES = ("float32", "bfloat16")
-LIMIT = 1e-4
-"""In float32, of every position's error: largest difference over its largest logit."""
-FACTORS, FLOORS = (1.6, 2.0), (0.004, 0.02)
-"""In bfloat16, of half of the positions and of all: how much larger than the error of torch with
-bfloat16 weights on the CPU, where what stands between products is float32."""
 
 
 def cases() -> list[Any]:
@@ -65,26 +59,13 @@ def test_logits_are_those_of_a_cold_forward(
     play(player, 6 if device.type == "cpu" else 40)
     cold = expected(load("torch", "cpu", "float32"), player)
     found = list(player.found())
-    errors = _half_and_all(found, cold)
+    errors = half_and_all(found, cold)
     print(f"{len(found)} positions, half of them {errors[0]:.1e}, all {errors[1]:.1e}")
     if not is_rounded:
         assert errors[1] < LIMIT
         return
     rounded = expected(load("torch", "cpu", dtype), player)
-    twins = _half_and_all(((row, at, rounded[row][at]) for row, at, _ in found), cold)
+    twins = half_and_all(((row, at, rounded[row][at]) for row, at, _ in found), cold)
     print(f"torch on the CPU: half of them {twins[0]:.1e}, all {twins[1]:.1e}")
     for error, twin, factor, floor in zip(errors, twins, FACTORS, FLOORS, strict=True):
         assert error < factor * twin + floor
-
-
-def _half_and_all(
-    found: Iterable[tuple[int, int, torch.Tensor]], cold: dict[int, torch.Tensor]
-) -> tuple[float, float]:
-    """The median and the largest error."""
-    errors = []
-    for row, at, logits in found:
-        assert logits.isfinite().all(), (row, at)
-        scale = cold[row][at].abs().max()
-        errors.append(float((logits - cold[row][at]).abs().max() / scale))
-    errors.sort()
-    return errors[len(errors) // 2], errors[-1]
