@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hyradix.request import SamplingParams
-from hyradix.sampling.uniform import uniforms
+from hyradix.sampling import race
 
 
 def reference_token(
@@ -29,14 +29,26 @@ def reference_token(
     best = max(values)
     weights = [math.exp((x - best) / params.temperature) for x in values]
     kept = _kept(values, weights, params)
-    u = float(uniforms(np.array([seed]), np.array([len(prompt) + len(output)]))[0])
-    target = u * math.fsum(weights[i] for i in kept)
-    cumulative = 0.0
-    for i in sorted(kept):
-        cumulative += weights[i]
-        if cumulative > target:
-            return i
-    return max(i for i in kept if weights[i] > 0)
+    key = int(race.keys(np.array([seed]), np.array([len(prompt) + len(output)]))[0])
+    return _first_to_arrive({i: weights[i] for i in kept}, math.ceil(len(values) / race.BLOCK), key)
+
+
+def _first_to_arrive(weights: dict[int, float], num_blocks: int, key: int) -> int:
+    sums = dict.fromkeys(range(num_blocks), 0.0)
+    for i, weight in weights.items():
+        sums[i % num_blocks] += weight
+    block = max(sums, key=lambda b: sums[b] / _clock(key, -1 - b))
+    inside = [i for i in weights if i % num_blocks == block]
+    return max(inside, key=lambda i: weights[i] / _clock(key, i))
+
+
+def _clock(key: int, index: int) -> float:
+    """splitmix64, to an exponential number."""
+    x = (key + index * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    return -math.log(((x >> 12) + 0.5) / 2**52)
 
 
 def _adjusted(values, params, prompt, output, eos_token_ids) -> list[float]:

@@ -12,9 +12,9 @@ from hyradix.kernels.argmax.reference import best_of
 from hyradix.request import SamplingParams
 from hyradix.sampling.device_picking import BLOCK, draw_into
 from hyradix.sampling.picking import Controls, pick
+from hyradix.sampling.race import keys
 from hyradix.sampling.row_controls import NARROW, RowControls
 from hyradix.sampling.sampler import Sampler
-from hyradix.sampling.uniform import uniforms
 
 PARAMS = (
     SamplingParams(temperature=1.0),
@@ -92,8 +92,8 @@ def test_any_controls(values, temperature, top_k, top_p, min_p, seed) -> None:
     controls = RowControls(1)
     controls.init_row(0, params, seed, 0)
     rows, positions = np.zeros(1, np.int32), np.array([seed + 1])
-    uniform = torch.from_numpy(uniforms(np.array([seed]), positions))
-    expected = pick(logits, Controls.of([params], logits.device), uniform)
+    key = torch.from_numpy(keys(np.array([seed]), positions))
+    expected = pick(logits, Controls.of([params], logits.device), key)
     if params.is_greedy:
         expected = logits.argmax(1)
     assert drawn(controls, logits, rows, positions)[0].tolist() == expected.tolist()

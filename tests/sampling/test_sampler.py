@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_sampler import reference_token
 
 from hyradix.request import SamplingParams
-from hyradix.sampling import picking
+from hyradix.sampling import picking, race
 from hyradix.sampling.sampler import Sampler, SampleResult
 
 V = 24
@@ -78,6 +78,8 @@ def test_equals_the_reference(rows) -> None:
     # A narrow first look, so that rows are decided in it, or not, as with large vocabularies.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(picking, "_WIDTH", 5)
+        compare_with_reference(rows)
+        patch.setattr(race, "BLOCK", 4)
         compare_with_reference(rows)
 
 

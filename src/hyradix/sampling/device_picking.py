@@ -1,12 +1,12 @@
 """Logits to token ids in launches alone: nothing here waits for the device.
 
-Owns: the inverse CDF without a decision on the host: what ``picking.py`` decides by looking at
+Owns: what ``picking.py`` does without a decision on the host: what it decides by looking at
 values, the caller has decided by parameters (``Drawn``).
 Does not know: requests, rows of a table, where tokens go, the argmax (``kernels/argmax``).
 
 Invariants:
-- The same tokens as ``picking.pick`` (its readable twin), ties included: float64 weights, sums in
-  id order by ``cumsum``, of equal logits the lower id.
+- The same tokens as ``picking.pick`` (its readable twin), ties included: float64 weights, sums by
+  ``cumsum``, of equal logits the lower id is kept.
 - A row that the argmax found faulty gives token 0.
 - Scratch is bounded: ``BLOCK`` rows at a time.
 Read next: ``row_controls.py``, ``picking.py``.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from hyradix.sampling.race import first_to_arrive
 from hyradix.sampling.row_controls import NARROW
 
 BLOCK = 32
@@ -47,11 +48,11 @@ def draw_into(
 def _pick(
     logits: torch.Tensor, numbers: torch.Tensor, is_narrow: bool, is_open: bool
 ) -> torch.Tensor:
-    temperature, _, _, min_p, uniform = numbers
+    temperature, _, _, min_p, key = numbers
     best = logits.amax(dim=-1, keepdim=True)
     weights = _weights(logits, best, temperature, min_p)
     if is_open:
-        return _invert(weights, uniform)
+        return first_to_arrive(weights, key.long())
     width = min(NARROW, logits.shape[1]) if is_narrow else logits.shape[1]
     if is_narrow:
         values = logits.topk(width, dim=-1).values
@@ -63,7 +64,7 @@ def _pick(
     num_tied = size - (values > last).sum(dim=-1)
     is_tied = logits == last
     is_kept = (logits > last) | (is_tied & (is_tied.cumsum(dim=-1) <= num_tied[:, None]))
-    return _invert(weights.masked_fill_(is_kept.logical_not_(), 0.0), uniform)
+    return first_to_arrive(weights.masked_fill_(is_kept.logical_not_(), 0.0), key.long())
 
 
 def _weights(
@@ -92,15 +93,3 @@ def _num_kept(
         total = torch.where(top_k > 0, total, weights.cumsum(dim=-1)[:, -1])
     nucleus = 1 + (cumulative < (top_p * total)[:, None]).sum(dim=-1)
     return torch.where(top_p < 1, torch.minimum(limit, nucleus), limit)
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index at which the cumulative weight exceeds ``uniform`` of the total.
-
-    A row of NaN may give any index; it is faulty.
-    """
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1]
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniform * total, below)
-    return torch.searchsorted(cumulative, target[:, None], right=True).flatten()

@@ -1,10 +1,11 @@
-"""From a row of logits and one uniform number to one token id.
+"""From a row of logits and a key to one token id.
 
-Owns: temperature, ``min_p``, ``top_k``, ``top_p`` (applied in this order) and the inverse CDF.
-Does not know: requests, history, where the uniform number comes from.
-Invariants: each result depends on its own row's (logits, controls, uniform) alone; the CDF runs
-over token ids in ascending order, in float64. Sums are taken with ``cumsum`` (sequential), never
-with ``sum``, whose order of additions may change with the number of rows.
+Owns: temperature, ``min_p``, ``top_k``, ``top_p``, applied in this order.
+Does not know: requests, history, where the key comes from, how one of the tokens left is drawn
+(``race.py``).
+Invariants: each result depends on its own row's (logits, controls, key) alone. Weights are float64
+in id order. Sums are taken with ``cumsum`` (sequential), never with ``sum``, whose order of
+additions may change with the number of rows.
 Read next: ``sampler.py``; ``tests/sampling/reference_sampler.py`` is the readable twin.
 """
 
@@ -18,6 +19,7 @@ import torch
 
 from hyradix.request import SamplingParams
 from hyradix.sampling.ordering import largest
+from hyradix.sampling.race import first_to_arrive
 
 _WIDTH = 256
 """How many of the largest logits are looked at before all are sorted."""
@@ -53,12 +55,12 @@ class Controls:
         )
 
 
-def pick(logits: torch.Tensor, controls: Controls, uniform: torch.Tensor) -> torch.Tensor:
+def pick(logits: torch.Tensor, controls: Controls, key: torch.Tensor) -> torch.Tensor:
     """Pick one token per row: ``int64[M]``.
 
     Args:
         logits: ``float32[M, V]``, finite or -inf, at least one finite per row.
-        uniform: ``float64[M]`` in [0, 1).
+        key: ``int64[M]``, see ``race.keys``.
 
     ``top_k`` keeps exactly k tokens and ``top_p`` the fewest tokens whose probability, among
     those that ``min_p`` and ``top_k`` left, reaches p; of equal logits the lower id is kept.
@@ -69,18 +71,18 @@ def pick(logits: torch.Tensor, controls: Controls, uniform: torch.Tensor) -> tor
     is_filtered = (controls.top_k > 0) | (controls.top_p < 1)
     open_rows = (~is_filtered).nonzero().flatten()
     if len(open_rows):
-        picked[open_rows] = _invert(weights[open_rows], uniform[open_rows])
+        picked[open_rows] = first_to_arrive(weights[open_rows], key[open_rows])
     pending = is_filtered.nonzero().flatten()
     num_tokens = logits.shape[-1]
     if len(pending) and num_tokens > 2 * _WIDTH:
         ids, is_done = _pick_among_largest(
-            logits[pending], weights[pending], controls.take(pending), uniform[pending]
+            logits[pending], weights[pending], controls.take(pending), key[pending]
         )
         picked[pending[is_done]] = ids[is_done]
         pending = pending[~is_done]
     if len(pending):
         picked[pending] = _pick_among_all(
-            logits[pending], weights[pending], controls.take(pending), uniform[pending]
+            logits[pending], weights[pending], controls.take(pending), key[pending]
         )
     return picked
 
@@ -96,7 +98,7 @@ def _weights(logits: torch.Tensor, controls: Controls) -> torch.Tensor:
 
 
 def _pick_among_largest(
-    logits: torch.Tensor, weights: torch.Tensor, controls: Controls, uniform: torch.Tensor
+    logits: torch.Tensor, weights: torch.Tensor, controls: Controls, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pick from the ``_WIDTH`` largest; also say for which rows these were enough."""
     ids = largest(logits, _WIDTH)  # [M, _WIDTH]
@@ -104,13 +106,11 @@ def _pick_among_largest(
     size, is_enough = _num_kept(kept, weights, controls)
     rank = torch.arange(_WIDTH, device=logits.device)
     kept.masked_fill_(rank >= size[:, None], 0.0)
-    ids, by_id = ids.sort(dim=-1)
-    place = _invert(kept.gather(1, by_id), uniform)
-    return ids.gather(1, place[:, None]).flatten(), is_enough
+    return first_to_arrive(torch.zeros_like(weights).scatter_(1, ids, kept), key), is_enough
 
 
 def _pick_among_all(
-    logits: torch.Tensor, weights: torch.Tensor, controls: Controls, uniform: torch.Tensor
+    logits: torch.Tensor, weights: torch.Tensor, controls: Controls, key: torch.Tensor
 ) -> torch.Tensor:
     """Pick by the value of the last logit kept, and how many equal to it are kept."""
     values = _sorted_values(logits)
@@ -119,7 +119,7 @@ def _pick_among_all(
     num_tied = size - (values > last).sum(dim=-1)
     is_tied = logits == last
     is_kept = (logits > last) | (is_tied & (is_tied.cumsum(dim=-1) <= num_tied[:, None]))
-    return _invert(weights.masked_fill(~is_kept, 0.0), uniform)
+    return first_to_arrive(weights.masked_fill(~is_kept, 0.0), key)
 
 
 def _num_kept(
@@ -154,13 +154,3 @@ def _sorted_values(logits: torch.Tensor) -> torch.Tensor:
         # numpy's vectorised sort of values alone is some 20 times as fast as torch's here.
         return torch.from_numpy(np.sort(logits.numpy(), axis=-1)[:, ::-1].copy())
     return logits.sort(dim=-1, descending=True).values
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index at which the cumulative weight exceeds ``uniform`` of the total."""
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1]
-    # The product may round up to the total, which no cumulative weight exceeds.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniform * total, below)
-    return torch.searchsorted(cumulative, target[:, None], right=True).flatten()

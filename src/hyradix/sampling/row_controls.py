@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hyradix.request import BoolArray, Int32Array, Int64Array, SamplingParams
 from hyradix.sampling.adjusting import RowRules
-from hyradix.sampling.uniform import Float64Array, uniforms
+from hyradix.sampling.race import keys
 
+Float64Array = npt.NDArray[np.float64]
 NARROW = 256
 """Rows with top_k up to this need only their so many largest logits."""
 
@@ -26,7 +28,7 @@ NARROW = 256
 class Drawn:
     """M rows that draw in one way; ``index`` ``int64[M]`` among the step's logits.
 
-    numbers: ``float64[5, M]``: temperature, top_k (0: off), top_p, min_p, uniform.
+    numbers: ``float64[5, M]``: temperature, top_k (0: off), top_p, min_p, key.
     is_narrow: top_k is in 1..``NARROW`` for all. is_open: neither top_k nor top_p is on for any.
     """
 
@@ -69,7 +71,7 @@ class RowControls:
             return []
         numbers = np.empty((5, len(index)))
         numbers[:4] = self._numbers[:, rows[index]]
-        numbers[4] = uniforms(self._seeds[rows[index]], positions[index])
+        numbers[4] = keys(self._seeds[rows[index]], positions[index])
         _, top_k, top_p, _, _ = numbers
         is_narrow = (top_k > 0) & (top_k <= NARROW)
         is_open = (top_k == 0) & (top_p >= 1)

@@ -20,7 +20,7 @@ from hyradix.request import BoolArray, Int32Array, Int64Array, SamplingParams, T
 from hyradix.sampling.adjusting import RowRules, TokenCounts, adjust
 from hyradix.sampling.logprobs import logprobs_of
 from hyradix.sampling.picking import Controls, pick
-from hyradix.sampling.uniform import uniforms
+from hyradix.sampling.race import keys
 
 _BLOCK = 32
 """Rows picked at a time: bounds the float64 copies of their logits."""
@@ -168,8 +168,8 @@ class Sampler:
         for i in range(0, len(drawn), _BLOCK):
             block = drawn[i : i + _BLOCK]
             controls = Controls.of([states[j].params for j in block], logits.device)
-            uniform = torch.from_numpy(uniforms(self._seeds[rows[block]], positions[block]))
-            chosen = pick(_take(logits, block), controls, uniform.to(logits.device))
+            key = torch.from_numpy(keys(self._seeds[rows[block]], positions[block]))
+            chosen = pick(_take(logits, block), controls, key.to(logits.device))
             picked[block] = chosen.cpu().numpy()
         return picked
 
