@@ -6,11 +6,15 @@ import pytest
 
 from tests.oracles.http_storm import run
 
+MTP = ["--spec", "mtp", "--states", "64"]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storm", [[], ["--spec", "mtp", "--states", "64"]], ids=["plain", "mtp"])
+@pytest.mark.parametrize(
+    "storm", [MTP, pytest.param([], marks=pytest.mark.long)], ids=["mtp", "plain"]
+)
 def test_a_storm(storm: list[str]) -> None:
-    found = run(40, 7, storm, ["--dtype", "float32"])
+    found = run(30, 7, storm, ["--dtype", "float32"])
     assert found["different"] == []
     assert found["is_whole"]
     assert not found["errors"]
