@@ -9,13 +9,12 @@ import torch
 
 from hyradix.errors import ConfigError
 from hyradix.kernels.compiled_ops import CompiledOps
-from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.numba_support import compiled, exp32
 from hyradix.kernels.ops import load_ops
 from hyradix.kernels.torch_ops import TorchOps
+from tests.support.marks import needs_tiles
 
 ROWS = [1, 2, 3, 5, 8, 13, 32, 33, 70]
-needs_tiles = pytest.mark.skipif(not linear_kernels.is_supported(), reason="no wide registers")
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from hyradix.kernels.compiled_ops import CompiledOps
-from hyradix.kernels.linear import compiled as linear_kernels
 from hyradix.kernels.moe.reference import ExpertWeights, Routes, Routing, activate
 from hyradix.kernels.torch_ops import TorchOps
+from tests.support.marks import needs_tiles
 
 BACKENDS = [CompiledOps(), TorchOps()]
 ROUTINGS = {
@@ -125,9 +125,7 @@ def test_experts_equal_a_loop_over_tokens(ops, activation, dtype, tokens, is_add
     assert torch.allclose(found, expected, atol=1e-4 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.skipif(
-    not linear_kernels.is_supported(), reason="no wide registers: a BLAS multiplies"
-)
+@needs_tiles
 def test_a_token_has_the_same_bits_in_any_small_batch():
     ops = BACKENDS[0]
     packed = ops.pack_experts(random_experts("swiglu", torch.float32))

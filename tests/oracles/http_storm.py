@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.figures import save
 from tests.support.real_server import RealServer
 
 CROWDED = (
@@ -184,7 +185,7 @@ def main() -> int:
     found = run(args.requests, args.seed, args.storm.split(), args.options)
     print(json.dumps(found, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save(args.json, found)
     is_right = found["is_whole"] and not found["errors"]
     return 0 if is_right and len(found["different"]) <= args.allowed else 1
 

@@ -6,7 +6,7 @@ Index i arrives after an exponential time of mean 1 / weight i; the first one is
 the distribution of the weights. Against one uniform number on the cumulative weights (an inverse
 CDF), what a rounded weight can change is a draw whose two first arrivals are that near each other.
 There an error of 1e-6 moved the edges of all indices behind it, and with thousands of small ones
-some edge was always close: of a hundred sampled replies over HTTP one depended on what else ran.
+some edge was always close: of a hundred sampled replies over HTTP about one depended on the rest.
 
 The race has two heats: of B blocks of ``BLOCK`` indices by the sums of their weights, then of the
 first block's indices. So a draw takes V / ``BLOCK`` + ``BLOCK`` clocks in place of V. Index i lies

@@ -13,13 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hyradix.request import BoolArray, Int32Array, Int64Array, SamplingParams
 from hyradix.sampling.adjusting import RowRules
-from hyradix.sampling.race import keys
+from hyradix.sampling.race import Float64Array, keys
 
-Float64Array = npt.NDArray[np.float64]
 NARROW = 256
 """Rows with top_k up to this need only their so many largest logits."""
 
